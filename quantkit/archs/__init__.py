@@ -1,0 +1,19 @@
+"""Architecture records: one file per family, found by `model_type`."""
+
+from quantkit.archs.base import Architecture, Dims, text_config
+from quantkit.archs.registry import architecture_for, known_model_types
+from quantkit.archs.roles import ROLES, Key, Kind, Role, Split, Stage
+
+__all__ = [
+    "ROLES",
+    "Architecture",
+    "Dims",
+    "Key",
+    "Kind",
+    "Role",
+    "Split",
+    "Stage",
+    "architecture_for",
+    "known_model_types",
+    "text_config",
+]

@@ -1,0 +1,1 @@
+"""Checkpoints: reading any source by key, writing files atomically."""

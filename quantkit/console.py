@@ -1,0 +1,128 @@
+"""What every command line of this project shares: lazy commands, errors without traceback, progress, JSON output.
+
+Human text goes to stderr when `--json` is given, so that stdout holds one JSON document and nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.errors import QuantkitError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command's module only when the command runs or its help is asked for."""
+
+    def __init__(self, *, commands_by_module: Mapping[str, str], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._modules = commands_by_module
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(self._modules)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        module = self._modules.get(cmd_name)
+        if module is None:
+            return None
+        command = importlib.import_module(module).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with expected_failures():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def expected_failures() -> Iterator[None]:
+    """Print an expected failure without a traceback and exit with its code."""
+    try:
+        yield
+    except QuantkitError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+def version_option(program: str, version: str) -> click.Option:
+    def show(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+        if value and not ctx.resilient_parsing:
+            click.echo(f"{program} {version}")
+            ctx.exit()
+
+    return click.Option(
+        ["--version"], is_flag=True, expose_value=False, is_eager=True, callback=show, help="Show the version."
+    )
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+
+
+def console(as_json: bool = False) -> Console:
+    """Console for human text: stdout, or stderr when stdout belongs to a JSON document."""
+    from rich.console import Console
+
+    return Console(stderr=as_json, highlight=False, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """The one JSON document of a command, with sorted keys."""
+    click.echo(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False))
+
+
+class Progress:
+    """A progress bar with rate and time left on stderr; silent when that is not a terminal.
+
+    Long steps take one as a parameter and call `advance`; `unit` is "bytes" or a plural noun.
+    """
+
+    def __init__(self, what: str, total: float, unit: str = "bytes") -> None:
+        self._what, self._total, self._unit = what, total, unit
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Progress:
+        if sys.stderr.isatty():
+            from rich import progress
+            from rich.console import Console
+
+            is_bytes = self._unit == "bytes"
+            amount = progress.DownloadColumn() if is_bytes else progress.MofNCompleteColumn()
+            rate = progress.TransferSpeedColumn() if is_bytes else _Rate(self._unit)
+            columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), amount, rate)
+            self._bar = progress.Progress(*columns, progress.TimeRemainingColumn(), console=Console(stderr=True))
+            self._bar.start()
+            self._task = self._bar.add_task(self._what, total=self._total)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, amount: float) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, advance=amount)
+
+    def describe(self, what: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, description=what)
+
+
+def _Rate(unit: str) -> Any:  # noqa: N802  (a column class made on use, so that rich is imported lazily)
+    from rich.progress import ProgressColumn, Task
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(f"{task.speed:.1f} {unit}/s" if task.speed else f"- {unit}/s")
+
+    return Rate()

@@ -1,0 +1,62 @@
+"""The one family of expected failures.
+
+Every failure that a user can cause or meet says what is wrong, where, and what to do next. The command line
+prints it without a traceback and exits with the class's code; anything else is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_MAX_LISTED = 20
+
+
+class QuantkitError(Exception):
+    """An expected failure.
+
+    Args:
+        message: what is wrong and where (file, tensor, key).
+        hint: the next step, in the imperative.
+        items: offenders to list under the message, one per line (the first 20 are printed, all are kept).
+        choices: legal values, when there are any.
+    """
+
+    exit_code = 3
+
+    def __init__(
+        self, message: str, hint: str = "", *, items: Sequence[str] = (), choices: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.items = tuple(items)
+        self.choices = tuple(choices)
+
+    def __str__(self) -> str:
+        lines = [self.message]
+        lines += [f"  - {item}" for item in self.items[:_MAX_LISTED]]
+        if len(self.items) > _MAX_LISTED:
+            lines.append(f"  ... and {len(self.items) - _MAX_LISTED} more")
+        if self.choices:
+            lines.append(f"choices: {', '.join(self.choices)}")
+        if self.hint:
+            lines.append(f"next: {self.hint}")
+        return "\n".join(lines)
+
+
+class UsageError(QuantkitError):
+    """The command was asked for something that it cannot do: a bad option, recipe key or output folder."""
+
+    exit_code = 2
+
+
+class InputError(QuantkitError):
+    """What was read is not what it claims to be: a broken file, index, config or tensor."""
+
+    exit_code = 3
+
+
+class VerificationError(QuantkitError):
+    """A check of finished work failed: a checksum, a count, a value out of tolerance."""
+
+    exit_code = 4

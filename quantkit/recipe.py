@@ -1,0 +1,170 @@
+"""Recipes: every choice of a conversion, in one YAML file. An unknown key is an error.
+
+A recipe is found by name among those that are shipped, or given as a path.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from quantkit.archs import Architecture, Key
+from quantkit.errors import UsageError
+from quantkit.spec.scheme import SCHEMES, Scheme
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _known_scheme(name: str) -> str:
+    if name not in SCHEMES:
+        raise ValueError(f"unknown scheme {name!r}; choices: {', '.join(SCHEMES)}")
+    return name
+
+
+class Rule(_Strict):
+    """One exception from the recipe's scheme.
+
+    Attributes:
+        match: glob on the tensor's name on disk, or on its role ("mla.*"); it must match something.
+        scheme: what these tensors get.
+        reason: why, for the report.
+    """
+
+    match: str
+    scheme: str
+    reason: str
+
+    _scheme = field_validator("scheme")(_known_scheme)
+
+
+class Mix(_Strict):
+    """A source of calibration text and its share of the samples.
+
+    Attributes:
+        data: `builtin:KIND` for a kind of the shipped text, a path (JSONL, JSON, Parquet, text), or the name of a
+            Hugging Face data set.
+        weight: share, relative to the other sources'.
+    """
+
+    data: str
+    weight: Annotated[float, Field(gt=0)] = 1.0
+
+
+class Calibration(_Strict):
+    """How the calibration text is drawn.
+
+    Attributes:
+        samples: number of samples.
+        seq_len: longest sample in tokens; longer ones are cut.
+        seed: of every random choice.
+        min_sources: fewest kinds of text; statistics of one kind mislead the others.
+        mix: sources; empty means the shipped text, all kinds alike.
+        min_tokens_per_expert: an expert that saw fewer is named in the report.
+        batch_tokens: most tokens that go through a layer at once.
+    """
+
+    samples: Annotated[int, Field(ge=1)] = 512
+    seq_len: Annotated[int, Field(ge=2)] = 512
+    seed: int = 0
+    min_sources: Annotated[int, Field(ge=1)] = 3
+    mix: tuple[Mix, ...] = ()
+    min_tokens_per_expert: Annotated[int, Field(ge=0)] = 16
+    batch_tokens: Annotated[int, Field(ge=1)] = 8192
+
+
+class Recipe(_Strict):
+    """A whole recipe.
+
+    Attributes:
+        name: shown in reports.
+        description: one sentence on when to use it.
+        scheme: of every GEMM whose role is quantized by default.
+        rules: exceptions, the first that matches counts.
+        roles: name pattern -> role for tensors that no architecture record knows.
+        mtp: what happens to draft layers.
+        calibration: how text is drawn.
+    """
+
+    name: str
+    description: str
+    scheme: str = "w8a8"
+    rules: tuple[Rule, ...] = ()
+    roles: dict[str, str] = Field(default_factory=dict)
+    mtp: Literal["keep", "drop"] = "keep"
+    calibration: Calibration = Calibration()
+
+    _scheme = field_validator("scheme")(_known_scheme)
+
+    def scheme_for(self, arch: Architecture, key: Key, name: str) -> Scheme:
+        """Scheme of the weight `name` (on disk) with `key`; roles that are never quantized get "keep"."""
+        role = arch.role(key.role)
+        for rule in self.rules:
+            if fnmatch.fnmatchcase(name, rule.match) or fnmatch.fnmatchcase(key.role, rule.match):
+                return SCHEMES[rule.scheme]
+        return SCHEMES[self.scheme] if role.quantize else SCHEMES["keep"]
+
+    def unused_rules(self, arch: Architecture, names: dict[str, Key]) -> list[str]:
+        """Patterns of `rules` that match nothing; each is an error of the recipe."""
+        roles = {key.role for key in names.values()}
+        return [
+            rule.match
+            for rule in self.rules
+            if not fnmatch.filter(roles, rule.match) and not fnmatch.filter(names, rule.match)
+        ]
+
+
+def shipped_recipes() -> tuple[str, ...]:
+    """Names of the recipes that come with quantkit."""
+    folder = resources.files("quantkit.recipes")
+    return tuple(
+        sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
+    )
+
+
+def load_recipe(name_or_path: str) -> Recipe:
+    """Read a recipe by shipped name or from a file.
+
+    Raises:
+        UsageError: no such recipe, not YAML, or keys and values that the model refuses (all listed).
+    """
+    if name_or_path in shipped_recipes():
+        text = (resources.files("quantkit.recipes") / f"{name_or_path}.yaml").read_text(encoding="utf-8")
+    else:
+        try:
+            text = Path(name_or_path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UsageError(
+                f"no recipe {name_or_path!r}: neither a shipped name nor a readable file ({error.strerror})",
+                "give a shipped name or the path of a YAML file",
+                choices=shipped_recipes(),
+            ) from error
+    return parse_recipe(text, name_or_path)
+
+
+def parse_recipe(text: str, origin: str) -> Recipe:
+    """Recipe from YAML text; `origin` names it in errors."""
+    try:
+        raw: Any = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"recipe {origin} is not YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise UsageError(f"recipe {origin} is not a mapping of keys")
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(map(str, item['loc'])) or 'recipe'}: {item['msg']}" for item in error.errors()
+        ]
+        raise UsageError(
+            f"recipe {origin} has {len(problems)} problems",
+            "fix the keys listed above; every key is described in quantkit/recipe.py",
+            items=problems,
+            choices=sorted(Recipe.model_fields),
+        ) from error

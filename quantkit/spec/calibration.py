@@ -1,0 +1,138 @@
+"""The calibration artifact: what `quantkit calibrate` leaves and `quantkit convert` reads.
+
+A folder with
+- `calibration.json`: this model (canonical JSON), the summary that humans and tools read;
+- `scales.safetensors`: `SHARD_NAME.weight_scale` F32 `[N, 1]` for every quantized GEMM (`Key.shard_name` without its
+  part, per expert);
+- `activations.safetensors`: statistics by GEMM input, see `quantkit.calibrate.observe`;
+- `report.html`: the same for reading.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from quantkit.errors import InputError
+
+SUMMARY_NAME = "calibration.json"
+SCALES_NAME = "scales.safetensors"
+ACTIVATIONS_NAME = "activations.safetensors"
+REPORT_NAME = "report.html"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class GemmSummary(_Strict):
+    """Statistics of one observed GEMM.
+
+    Attributes:
+        name: `Key.shard_name` without its part ("layers.3.expert.down.7").
+        role: of the weight.
+        layer: decoder layer, None for a GEMM outside the layers.
+        expert: routed expert, None for others.
+        shape: [N, K] of the weight.
+        quantized: whether the recipe converts it.
+        tokens: rows that entered it.
+        absmax: largest magnitude of its input; 0 when it saw no token.
+        token_error: relative error of its input after per-token INT8, ||x - q(x)|| / ||x||.
+        group_error: the same with groups of `group_size`.
+        group_size: 128, or the largest divisor of K below it.
+        outlier_channels: input channels whose absolute maximum exceeds 6 x the median channel's.
+        fallback: what its activation statistics were taken from instead, "" when its own.
+    """
+
+    name: str
+    role: str
+    layer: int | None
+    expert: int | None
+    shape: tuple[int, int]
+    quantized: bool
+    tokens: int
+    absmax: float
+    token_error: float
+    group_error: float
+    group_size: int
+    outlier_channels: int
+    fallback: str = ""
+
+
+class SampleRecord(_Strict):
+    """One calibration sample: where it came from, and the sha256 of its token ids as little-endian int32."""
+
+    source: str
+    kind: str
+    tokens: int
+    sha256: str
+
+
+class ClippingRow(_Strict):
+    """Share of input channels of `role` where text `clipped` exceeds the absolute maximum seen on `scales_from`."""
+
+    role: str
+    scales_from: str
+    clipped: str
+    share: float
+
+
+class CalibrationSummary(_Strict):
+    """All of `calibration.json`.
+
+    Attributes:
+        format_version: of this model.
+        tool_version: quantkit's.
+        recipe: as resolved.
+        architecture: record used.
+        model_type: of the config.
+        source_digest: sha256 over names, dtypes, shapes and data digests of the source's weights (see
+            `quantkit.calibrate.run`); convert refuses scales of another source.
+        samples: what was fed, in order.
+        tokens: all of them.
+        expected_gemms, observed_gemms: GEMM weights of the model, and those seen with at least one token or whose
+            expert was reachable; coverage = observed / expected.
+        gemms: one row each, sorted by layer, role, expert.
+        clipping: between kinds of text.
+        expert_tokens: layer -> tokens of each expert.
+        warnings: whatever a person should look at, each a sentence.
+    """
+
+    format_version: int = 1
+    tool_version: str
+    recipe: dict[str, object]
+    architecture: str
+    model_type: str
+    source_digest: str
+    samples: tuple[SampleRecord, ...]
+    tokens: int
+    expected_gemms: int
+    observed_gemms: int
+    gemms: tuple[GemmSummary, ...]
+    clipping: tuple[ClippingRow, ...] = ()
+    expert_tokens: dict[int, tuple[int, ...]]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def coverage(self) -> float:
+        return self.observed_gemms / self.expected_gemms if self.expected_gemms else 1.0
+
+
+def read_summary(folder: Path) -> CalibrationSummary:
+    """Read `calibration.json` of an artifact.
+
+    Raises:
+        InputError: missing, unfinished or not what it claims to be.
+    """
+    path = folder / SUMMARY_NAME
+    try:
+        return CalibrationSummary.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise InputError(
+            f"{folder} holds no finished calibration ({error.strerror})",
+            "run `quantkit calibrate` to its end",
+        ) from error
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        raise InputError(f"{path} is not a calibration summary", "calibrate again", items=problems) from error

@@ -1,0 +1,202 @@
+"""The manifest of a conversion: what every written byte is and where it came from.
+
+It stands in both output forms as `quantkit_manifest.json` (checkpoint) or `manifest.json` (sharded). It holds no time
+stamps, host names or absolute paths: equal input and options give equal bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from quantkit.errors import InputError
+from quantkit.spec.mesh import Mesh
+
+SHARDED_NAME = "manifest.json"
+CHECKPOINT_NAME = "quantkit_manifest.json"
+FORMAT_VERSION = 1
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SourceFile(_Strict):
+    """A file that was read.
+
+    Attributes:
+        name: relative to the source folder.
+        size: bytes.
+        sha256: hex digest of the whole file.
+    """
+
+    name: str
+    size: int
+    sha256: str
+
+
+class OutputFile(_Strict):
+    """A file that was written or copied.
+
+    Attributes:
+        name: relative to the output folder.
+        size: bytes.
+        sha256: hex digest of the whole file.
+        copied: byte-for-byte copy of the source's file of this name.
+    """
+
+    name: str
+    size: int
+    sha256: str
+    copied: bool = False
+
+
+class TensorRecord(_Strict):
+    """A tensor that was written.
+
+    Attributes:
+        name: in its file.
+        sources: names in the source checkpoint, in the order in which they are fused or stacked.
+        role: a name of `archs.roles.ROLES`.
+        layer: decoder layer, None outside the layers.
+        experts: logical ids of the experts along dimension 0, in order; empty when not stacked.
+        part: "weight", "weight_scale" or "bias".
+        file: `OutputFile.name`.
+        offset: byte position of the data in the file.
+        nbytes: length of the data.
+        dtype: safetensors name.
+        shape: as written.
+        global_shape: of the whole tensor before the split.
+        slices: [start, stop) of this piece in the global shape for each split dimension: (dim, start, stop). A fused
+            tensor has one row per part in order; `global_shape` then is that of the fused tensor.
+        scheme: row of `spec.scheme.SCHEMES` that the GEMM runs in.
+        scale: name of its scale tensor, "" if none.
+        alias: name of the tensor whose bytes this one shares (tied embeddings), "" if none.
+        layout: row of the layouts, "plain" for `[N, K]`.
+        target: device family of a packed layout, "" for plain.
+        xxh3: xxh3-128 of the data, hex.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    role: str
+    layer: int | None = None
+    experts: tuple[int, ...] = ()
+    part: str = "weight"
+    file: str
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    slices: tuple[tuple[int, int, int], ...] = ()
+    scheme: str = "keep"
+    scale: str = ""
+    alias: str = ""
+    layout: str = "plain"
+    target: str = ""
+    xxh3: str
+
+
+class Dropped(_Strict):
+    """A source tensor that was not written, and the rule that says so."""
+
+    name: str
+    rule: str
+
+
+class RankFiles(_Strict):
+    """Files that one rank reads, in order, with its layers and experts.
+
+    Attributes:
+        rank: global rank.
+        files: names of `OutputFile`.
+        layers: decoder layers of its stage.
+        experts: logical ids of the routed experts it holds.
+    """
+
+    rank: int
+    files: tuple[str, ...]
+    layers: tuple[int, ...]
+    experts: tuple[int, ...] = ()
+
+
+class Manifest(_Strict):
+    """The whole record.
+
+    Attributes:
+        format_version: of this model.
+        form: "checkpoint" or "sharded".
+        tool_version: quantkit's.
+        options_digest: sha256 over recipe, mesh, form and layout.
+        architecture: record that classified the tensors.
+        model_type: of the config.
+        recipe: as resolved, a JSON object.
+        calibration_digest: sha256 of the calibration artifact, "" without one.
+        mesh: sizes and policies.
+        vocab_size: true vocabulary, before padding.
+        tied_embeddings: the output head is the embedding table.
+        source_files: every file that was read.
+        files: every file that was written, sorted by name; the manifest itself is not in it.
+        tensors: every tensor that was written, sorted by file and offset.
+        dropped: every source tensor that was not written.
+        ranks: what each rank reads.
+        parameters: number of parameters of the source, scales not counted.
+    """
+
+    format_version: Literal[1] = 1
+    form: Literal["checkpoint", "sharded"]
+    tool_version: str
+    options_digest: str
+    architecture: str
+    model_type: str
+    recipe: dict[str, object]
+    calibration_digest: str = ""
+    mesh: Mesh = Mesh()
+    vocab_size: int
+    tied_embeddings: bool
+    source_files: tuple[SourceFile, ...]
+    files: tuple[OutputFile, ...]
+    tensors: tuple[TensorRecord, ...]
+    dropped: tuple[Dropped, ...] = ()
+    ranks: tuple[RankFiles, ...] = ()
+    parameters: int
+
+
+def manifest_path(folder: Path) -> Path | None:
+    """The manifest of a converted folder, None when it has none."""
+    for name in (SHARDED_NAME, CHECKPOINT_NAME):
+        if (folder / name).is_file():
+            return folder / name
+    return None
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Parse and validate a manifest.
+
+    Raises:
+        InputError: unreadable, not JSON, of another version, or with unknown or missing fields (all listed).
+    """
+    try:
+        manifest = Manifest.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}", "run `quantkit convert` again") from error
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        raise InputError(f"{path} is not a quantkit manifest", "convert again", items=problems) from error
+    outside = sorted({file.name for file in manifest.files if not _inside(file.name)})
+    if outside:
+        raise InputError(f"{path} names files outside its folder", items=outside)
+    return manifest
+
+
+def _inside(name: str) -> bool:
+    return bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """Canonical JSON: sorted keys, compact, one line."""
+    return (json.dumps(manifest.model_dump(mode="json"), sort_keys=True, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,237 @@
+"""safetensors files, by header: parsed strictly, read with pread into caller's buffers.
+
+The format is 8 bytes of little-endian header length, a JSON header, then the payload. Offsets are relative to the
+payload. This module checks everything a reader relies on, so that a truncated or foreign file is an error that
+names the file, never a wrong number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_HEADER_BYTES = 512 * 1024 * 1024
+"""Bound on the header; 500,000 tensors with long names need about 90 MB."""
+
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "U16": 16,
+    "I16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "U32": 32,
+    "I32": 32,
+    "F32": 32,
+    "U64": 64,
+    "I64": 64,
+    "F64": 64,
+}
+"""Bits of one element of each dtype that is understood."""
+
+_TORCH_NAMES: Mapping[str, str] = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "U16": "uint16",
+    "I16": "int16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "U32": "uint32",
+    "I32": "int32",
+    "F32": "float32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F64": "float64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Header entry of one tensor; `start` and `end` are byte offsets from the beginning of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Parsed header of a file; tensors in the order of their offsets."""
+
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+    metadata: Mapping[str, str]
+    payload_start: int
+    file_size: int
+
+
+def tensor_nbytes(dtype: str, shape: Iterable[int]) -> int:
+    return math.prod(shape) * DTYPE_BITS[dtype] // 8
+
+
+def torch_dtype(dtype: str) -> torch.dtype:
+    """torch dtype of a safetensors dtype name."""
+    import torch
+
+    found = getattr(torch, _TORCH_NAMES[dtype])
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """safetensors name of a torch dtype."""
+    wanted = str(dtype).removeprefix("torch.")
+    return next(name for name, torch_name in _TORCH_NAMES.items() if torch_name == wanted)
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of a safetensors file.
+
+    Raises:
+        InputError: the file is missing, truncated, has trailing bytes, or its header is not consistent.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise _broken(path, f"it has {size} bytes, too few for a header")
+            length = struct.unpack("<Q", prefix)[0]
+            if length > MAX_HEADER_BYTES or 8 + length > size:
+                raise _broken(path, f"its header claims {length} bytes, the file has {size}")
+            raw = file.read(length)
+    except OSError as error:
+        raise InputError(
+            f"{path}: {error.strerror or error}", "check the path and that the copy is complete"
+        ) from error
+    try:
+        table = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise _broken(path, f"its header is not JSON ({error})") from error
+    if not isinstance(table, dict):
+        raise _broken(path, "its header is not an object")
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise _broken(path, "its metadata is not an object")
+    payload_start = 8 + length
+    tensors = [_entry(path, name, row, payload_start) for name, row in table.items()]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
+    position = payload_start
+    for tensor in tensors:
+        if tensor.start != position:
+            raise _broken(path, f"tensor {tensor.name} starts at byte {tensor.start}, expected {position}")
+        position = tensor.end
+    if position != size:
+        what = "truncated" if position > size else "followed by foreign bytes"
+        raise _broken(
+            path, f"its payload is {what}: the header describes {position} bytes, the file has {size}"
+        )
+    return Header(path, {tensor.name: tensor for tensor in tensors}, metadata, payload_start, size)
+
+
+def _entry(path: Path, name: str, row: Any, payload_start: int) -> TensorInfo:
+    if not isinstance(row, dict) or not {"dtype", "shape", "data_offsets"} <= row.keys():
+        raise _broken(path, f"the header entry of {name} is incomplete")
+    dtype, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise InputError(
+            f"{path}: tensor {name} has the unsupported dtype {dtype}",
+            "convert it with the tool that wrote it",
+            choices=sorted(DTYPE_BITS),
+        )
+    if not _all_sizes(shape) or not _all_sizes(offsets) or len(offsets) != 2:
+        raise _broken(path, f"shape or offsets of {name} are not lists of sizes")
+    start, end = offsets
+    if end - start != tensor_nbytes(dtype, shape):
+        raise _broken(path, f"{name} is {dtype} {shape} but takes {end - start} bytes")
+    return TensorInfo(name, dtype, tuple(shape), payload_start + start, payload_start + end)
+
+
+def _all_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+def _broken(path: Path, what: str) -> InputError:
+    return InputError(f"{path} is not a sound safetensors file: {what}", "copy or download the file again")
+
+
+def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """Header bytes, length prefix included, for (name, dtype, shape) rows written in this order.
+
+    Metadata keys are sorted and the header is padded with spaces to a multiple of 8, so equal input gives equal
+    bytes.
+    """
+    table: dict[str, Any] = {}
+    if metadata:
+        table["__metadata__"] = dict(sorted(metadata.items()))
+    position = 0
+    for name, dtype, shape in tensors:
+        size = tensor_nbytes(dtype, shape)
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size]}
+        position += size
+    raw = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def pread_exact(fd: int, buffer: memoryview, offset: int, what: str) -> None:
+    """Fill `buffer` from `offset`; `what` names the file (and tensor) in the error.
+
+    Raises:
+        InputError: read error or early end of file.
+    """
+    done = 0
+    while done < len(buffer):
+        try:
+            count = os.preadv(fd, [buffer[done:]], offset + done)
+        except OSError as error:
+            raise InputError(f"{what}: {error.strerror or error}", "check the disk or the mount") from error
+        if count == 0:
+            raise InputError(f"{what}: the file ends early", "copy or download the file again")
+        done += count
+
+
+def read_tensor(
+    fd: int, info: TensorInfo, rows: tuple[int, int] | None = None, *, path: Path
+) -> torch.Tensor:
+    """Read a tensor, or `rows` [start, stop) along its first dimension, into memory of its own."""
+    import torch
+
+    shape, start, nbytes = info.shape, info.start, info.nbytes
+    if rows is not None:
+        row_bytes = nbytes // shape[0]
+        shape = (rows[1] - rows[0], *shape[1:])
+        start, nbytes = start + rows[0] * row_bytes, (rows[1] - rows[0]) * row_bytes
+    raw = torch.empty(nbytes, dtype=torch.uint8)
+    if nbytes:
+        pread_exact(fd, memoryview(raw.numpy()), start, f"{path}: tensor {info.name}")
+    return raw.view(torch_dtype(info.dtype)).reshape(shape)

@@ -1,0 +1,1 @@
+"""Shipped recipes, loaded by name through `quantkit.recipe.load_recipe`."""
