@@ -23,9 +23,7 @@ class QuantkitError(Exception):
 
     exit_code = 3
 
-    def __init__(
-        self, message: str, hint: str = "", *, items: Sequence[str] = (), choices: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, message: str, hint: str = "", *, items: Sequence[str] = (), choices: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint

@@ -123,9 +123,7 @@ class Recipe(_Strict):
 def shipped_recipes() -> tuple[str, ...]:
     """Names of the recipes that come with quantkit."""
     folder = resources.files("quantkit.recipes")
-    return tuple(
-        sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
-    )
+    return tuple(sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml")))
 
 
 def load_recipe(name_or_path: str) -> Recipe:
@@ -159,9 +157,7 @@ def parse_recipe(text: str, origin: str) -> Recipe:
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        problems = [
-            f"{'.'.join(map(str, item['loc'])) or 'recipe'}: {item['msg']}" for item in error.errors()
-        ]
+        problems = [f"{'.'.join(map(str, item['loc'])) or 'recipe'}: {item['msg']}" for item in error.errors()]
         raise UsageError(
             f"recipe {origin} has {len(problems)} problems",
             "fix the keys listed above; every key is described in quantkit/recipe.py",

@@ -33,9 +33,7 @@ def assemble(arch: Architecture, dims: Dims, key: Key, has: Has, fetch: Fetch) -
     """
     found = _assemble(arch, dims, key, has, fetch)
     if found is None:
-        raise InputError(
-            f"the checkpoint has no tensor for {key.shard_name}", "check that the copy is complete"
-        )
+        raise InputError(f"the checkpoint has no tensor for {key.shard_name}", "check that the copy is complete")
     return found
 
 
@@ -44,9 +42,7 @@ def _assemble(arch: Architecture, dims: Dims, key: Key, has: Has, fetch: Fetch) 
         return fetch(key)
     role = arch.role(key.role)
     if role.per_expert and key.expert is None:
-        stacked = [
-            _assemble_parts(arch, dims, key._replace(expert=e), has, fetch) for e in range(dims.experts)
-        ]
+        stacked = [_assemble_parts(arch, dims, key._replace(expert=e), has, fetch) for e in range(dims.experts)]
         complete = [tensor for tensor in stacked if tensor is not None]
         if complete and len(complete) < len(stacked):
             lost = [str(e) for e, tensor in enumerate(stacked) if tensor is None]

@@ -242,9 +242,7 @@ class Architecture:
         candidates = [(rest, "weight")]
         if last in PARTS:
             candidates.append((stem, last))
-        candidates += [
-            (rest.removesuffix(f"_{part}"), part) for part in _JOINED_PARTS if rest.endswith(f"_{part}")
-        ]
+        candidates += [(rest.removesuffix(f"_{part}"), part) for part in _JOINED_PARTS if rest.endswith(f"_{part}")]
         for candidate, part in candidates:
             role = lookup(candidate)
             if role is None:
@@ -278,9 +276,7 @@ class Architecture:
 
         missing = [keys[name][0] for name in ("layers", "hidden", "vocab", "heads") if not value(name)]
         if missing:
-            raise InputError(
-                f"config.json lacks {', '.join(missing)}", "check that this folder holds a decoder model"
-            )
+            raise InputError(f"config.json lacks {', '.join(missing)}", "check that this folder holds a decoder model")
         found = {name: int(value(name)) for name in keys if name in Dims.__dataclass_fields__}
         nope_rope = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
         is_mla = found["kv_lora_rank"] > 0
@@ -292,9 +288,7 @@ class Architecture:
         shared = shared or found["moe_intermediate"] * int(text.get("n_shared_experts") or 0)
         shared = shared or int(text.get("shared_expert_intermediate_size") or 0)
         tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
-        return Dims(
-            **found, head_dim=head_dim, v_head_dim=v_head_dim, shared_intermediate=shared, tied=bool(tied)
-        )
+        return Dims(**found, head_dim=head_dim, v_head_dim=v_head_dim, shared_intermediate=shared, tied=bool(tied))
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

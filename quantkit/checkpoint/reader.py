@@ -109,9 +109,7 @@ class Source:
         unclassified: names that no rule knows; `require_classified` turns them into an error.
     """
 
-    def __init__(
-        self, root: Path, *, ignore_index: bool = False, extra_roles: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, root: Path, *, ignore_index: bool = False, extra_roles: Mapping[str, str] | None = None) -> None:
         self.root = root
         if not root.is_dir():
             open_checkpoint(root)  # raises the error that says what is wrong
@@ -134,8 +132,7 @@ class Source:
         if self.unclassified:
             snippet = ", ".join(f'"{rule_pattern(name)}": ROLE' for name in self.unclassified[:1])
             raise InputError(
-                f"{len(self.unclassified)} tensors of {self.root} have no role "
-                f"(architecture record: {self.arch.name})",
+                f"{len(self.unclassified)} tensors of {self.root} have no role (architecture record: {self.arch.name})",
                 f"add `roles: {{{snippet}}}` to the recipe, with a role of quantkit/archs/roles.py",
                 items=self.unclassified,
             )

@@ -50,9 +50,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(
-            f"{path}: {error.strerror or error}", "check the path and its permissions"
-        ) from error
+        raise InputError(f"{path}: {error.strerror or error}", "check the path and its permissions") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not valid JSON: {error}", "copy or download the file again") from error
     if not isinstance(value, dict):
@@ -78,9 +76,7 @@ def open_checkpoint(root: Path, *, ignore_index: bool = False) -> CheckpointInde
     if index_path.exists() and not ignore_index:
         weight_map = read_json(index_path).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-            raise InputError(
-                f"{index_path} has no weight_map", "pass --ignore-index to read the headers instead"
-            )
+            raise InputError(f"{index_path} has no weight_map", "pass --ignore-index to read the headers instead")
         indexed = weight_map
         outside = sorted({name for name in weight_map.values() if Path(name).name != name})
         if outside:
@@ -103,13 +99,9 @@ def open_checkpoint(root: Path, *, ignore_index: bool = False) -> CheckpointInde
     file_of, problems = _merge(headers)
     if indexed is not None:
         problems += [
-            f"{name}: in the index, not in {file}"
-            for name, file in indexed.items()
-            if file_of.get(name) != file
+            f"{name}: in the index, not in {file}" for name, file in indexed.items() if file_of.get(name) != file
         ]
-        problems += [
-            f"{name}: in {file}, not in the index" for name, file in file_of.items() if name not in indexed
-        ]
+        problems += [f"{name}: in {file}, not in the index" for name, file in file_of.items() if name not in indexed]
     if problems:
         raise InputError(
             f"{root}: index and files disagree",

@@ -152,9 +152,7 @@ def read_header(path: Path) -> Header:
         position = tensor.end
     if position != size:
         what = "truncated" if position > size else "followed by foreign bytes"
-        raise _broken(
-            path, f"its payload is {what}: the header describes {position} bytes, the file has {size}"
-        )
+        raise _broken(path, f"its payload is {what}: the header describes {position} bytes, the file has {size}")
     return Header(path, {tensor.name: tensor for tensor in tensors}, metadata, payload_start, size)
 
 
@@ -220,9 +218,7 @@ def pread_exact(fd: int, buffer: memoryview, offset: int, what: str) -> None:
         done += count
 
 
-def read_tensor(
-    fd: int, info: TensorInfo, rows: tuple[int, int] | None = None, *, path: Path
-) -> torch.Tensor:
+def read_tensor(fd: int, info: TensorInfo, rows: tuple[int, int] | None = None, *, path: Path) -> torch.Tensor:
     """Read a tensor, or `rows` [start, stop) along its first dimension, into memory of its own."""
     import torch
 

@@ -37,6 +37,4 @@ class NativeFormat:
 
     def matches(self, stored: Mapping[str, TensorInfo]) -> bool:
         present = stored.keys() - self.optional
-        return present == self.parts.keys() and all(
-            stored[part].dtype in dtypes for part, dtypes in self.parts.items()
-        )
+        return present == self.parts.keys() and all(stored[part].dtype in dtypes for part, dtypes in self.parts.items())

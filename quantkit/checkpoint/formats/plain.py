@@ -17,9 +17,7 @@ def _decode(stored: Mapping[str, TensorInfo], read: ReadPart, rows: tuple[int, i
 FORMAT = NativeFormat(
     name="plain",
     # I8, U8 and F8 are left out: a lone 8-bit weight lacks its scale
-    parts={
-        "weight": frozenset({"BF16", "F16", "F32", "F64", "I16", "I32", "I64", "U16", "U32", "U64", "BOOL"})
-    },
+    parts={"weight": frozenset({"BF16", "F16", "F32", "F64", "I16", "I32", "I64", "U16", "U32", "U64", "BOOL"})},
     shape=lambda stored: stored["weight"].shape,
     decode=_decode,
     dtype=lambda stored: stored["weight"].dtype,

@@ -1,0 +1,113 @@
+"""transformers' own model class as a skeleton, and its parameters by key.
+
+The skeleton has every module of the model but no weights: parameters lie on `meta`, buffers that the class computes
+(rotary frequencies) are real. Calibration fills it layer by layer, the runtime grafts INT8 modules into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.archs.base import Architecture, Dims
+from quantkit.archs.roles import Key
+from quantkit.errors import InputError
+
+
+def load_config(root: Path, *, trust_remote_code: bool = False) -> Any:
+    """transformers' config object of a checkpoint folder, without its `quantization_config`.
+
+    Raises:
+        InputError: this transformers does not know the model type.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(root, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"transformers cannot read {root / 'config.json'}: {first_line}",
+            "install a transformers that knows this model type",
+        ) from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def build_skeleton(config: Any, *, dtype: torch.dtype, experts: str = "", attention: str = "") -> nn.Module:
+    """The causal language model of `config` with parameters on `meta`, in eval mode.
+
+    Args:
+        config: from `load_config`; it is not changed.
+        dtype: of parameters and of the computation.
+        experts: name in transformers' `ALL_EXPERTS_FUNCTIONS`; "" leaves transformers' choice.
+        attention: attention implementation; "" leaves transformers' choice.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, str] = {}
+    if experts:
+        options["experts_implementation"] = experts
+    if attention:
+        options["attn_implementation"] = attention
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    assert isinstance(model, nn.Module)
+    return model.eval()
+
+
+def parameter_key(arch: Architecture, name: str) -> Key:
+    """Key of a parameter of transformers' model.
+
+    Raises:
+        InputError: no rule knows the name.
+    """
+    key = arch.parse(name)
+    if key is None:
+        raise InputError(
+            f"no rule of the architecture record {arch.name} knows transformers' parameter {name}",
+            "add a layer rule to the record in quantkit/archs",
+        )
+    return key
+
+
+def parameter_value(arch: Architecture, dims: Dims, name: str, get: Callable[[Key], Tensor]) -> Tensor:
+    """Value of a parameter of transformers' model, in the orientation that its module wants.
+
+    Args:
+        name: full parameter name (`model.layers.3.mlp.experts.gate_up_proj`).
+        get: tensor of a key in canonical orientation, for example `Source.get`.
+    """
+    key = parameter_key(arch, name)
+    tensor = get(key)
+    if not (arch.role(key.role).per_expert and key.expert is None):
+        return tensor
+    if arch.gate_up_interleaved and key.role == "expert.gate_up":
+        halves = tensor.unflatten(1, (2, dims.moe_intermediate))
+        tensor = halves.transpose(1, 2).flatten(1, 2)
+    if arch.experts_transposed and key.part == "weight":
+        tensor = tensor.transpose(1, 2)
+    return tensor.contiguous()
+
+
+def set_tensor(model: nn.Module, name: str, value: Tensor) -> None:
+    """Replace a parameter or buffer of `model` (on `meta` or not) by `value`, which is not copied."""
+    module_name, _, leaf = name.rpartition(".")
+    module = model.get_submodule(module_name)
+    old = module._parameters.get(leaf)
+    wanted = old if old is not None else module._buffers[leaf]
+    if wanted is not None and wanted.shape != value.shape:
+        raise InputError(
+            f"{name} has shape {list(value.shape)} in the checkpoint, the model wants {list(wanted.shape)}",
+            "config.json does not describe these weights",
+        )
+    if old is not None:
+        module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+    else:
+        module._buffers[leaf] = value
