@@ -97,7 +97,7 @@ class Progress:
 
             is_bytes = self._unit == "bytes"
             amount = progress.DownloadColumn() if is_bytes else progress.MofNCompleteColumn()
-            rate = progress.TransferSpeedColumn() if is_bytes else _Rate(self._unit)
+            rate = progress.TransferSpeedColumn() if is_bytes else _rate_column(self._unit)
             columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), amount, rate)
             self._bar = progress.Progress(*columns, progress.TimeRemainingColumn(), console=Console(stderr=True))
             self._bar.start()
@@ -117,7 +117,8 @@ class Progress:
             self._bar.update(self._task, description=what)
 
 
-def _Rate(unit: str) -> Any:  # noqa: N802  (a column class made on use, so that rich is imported lazily)
+def _rate_column(unit: str) -> Any:
+    """A column class made on use, so that rich is imported lazily."""
     from rich.progress import ProgressColumn, Task
     from rich.text import Text
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Kind(StrEnum):
@@ -102,15 +102,15 @@ class Role:
     per_expert: bool = False
 
 
-def _linear(name: str, split: Split, unit: str, column: str, **columns: object) -> Role:
-    return Role(name, Kind.LINEAR, True, split, unit, column=column, **columns)  # type: ignore[arg-type]
+def _linear(name: str, split: Split, unit: str, column: str, **columns: Any) -> Role:
+    return Role(name, Kind.LINEAR, True, split, unit, column=column, **columns)
 
 
 def _mlp(prefix: str, unit: str, column: str, per_expert: bool = False) -> tuple[Role, ...]:
     """The roles of one gated MLP: routed experts, shared experts and dense layers have the same shape."""
     gate, up, down, fused = (f"{prefix}.{part}" for part in ("gate", "up", "down", "gate_up"))
-    rest = {"column": column, "per_expert": per_expert}
-    entering = {"input": "mlp.in", "fed_by": "norm.pre_mlp", **rest}
+    rest: dict[str, Any] = {"column": column, "per_expert": per_expert}
+    entering: dict[str, Any] = {"input": "mlp.in", "fed_by": "norm.pre_mlp", **rest}
     return (
         _linear(gate, Split.COL, unit, fuse=fused, **entering),
         _linear(up, Split.COL, unit, fuse=fused, **entering),
@@ -119,7 +119,7 @@ def _mlp(prefix: str, unit: str, column: str, per_expert: bool = False) -> tuple
     )
 
 
-_ATTN_IN = {"input": "attn.in", "fed_by": "norm.input"}
+_ATTN_IN: dict[str, Any] = {"input": "attn.in", "fed_by": "norm.input"}
 
 _TABLE: tuple[Role, ...] = (
     Role("embed", Kind.EMBEDDING, split=Split.COL, unit="vocab", stage=Stage.FIRST, column="embedding"),

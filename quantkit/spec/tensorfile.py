@@ -120,7 +120,7 @@ def read_header(path: Path) -> Header:
         InputError: the file is missing, truncated, has trailing bytes, or its header is not consistent.
     """
     try:
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             if len(prefix) < 8:
@@ -229,5 +229,5 @@ def read_tensor(fd: int, info: TensorInfo, rows: tuple[int, int] | None = None, 
         start, nbytes = start + rows[0] * row_bytes, (rows[1] - rows[0]) * row_bytes
     raw = torch.empty(nbytes, dtype=torch.uint8)
     if nbytes:
-        pread_exact(fd, memoryview(raw.numpy()), start, f"{path}: tensor {info.name}")
+        pread_exact(fd, raw.numpy().data, start, f"{path}: tensor {info.name}")
     return raw.view(torch_dtype(info.dtype)).reshape(shape)

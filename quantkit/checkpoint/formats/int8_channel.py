@@ -1,4 +1,4 @@
-"""INT8 per output channel as compressed-tensors `int-quantized` stores it: I8 `weight [N, K]`, `weight_scale [N, 1]`."""
+"""INT8 per output channel, the compressed-tensors `int-quantized` form: I8 `weight [N, K]`, `weight_scale [N, 1]`."""
 
 from __future__ import annotations
 
