@@ -1,0 +1,86 @@
+# quantkit: development tasks. `make` lists them.
+#
+# Variables, on the command line or in the environment:
+#   PYTHON        interpreter that the virtual environment is made from (3.11 to 3.13)
+#   VENV          the virtual environment
+#   TORCH         what is given to pip for torch; may hold options, e.g. TORCH='torch==2.13.0 --index-url URL'
+#   SYSTEM_TORCH  1: use the torch that PYTHON already has (a vendor's ROCm or DTK build), never install one
+#   PYTEST_ARGS   arguments of pytest, e.g. PYTEST_ARGS='-k reader -x'
+
+PYTHON       ?= python3
+VENV         ?= .venv
+TORCH        ?= torch==2.13.0
+SYSTEM_TORCH ?=
+PYTEST_ARGS  ?= -n 2
+
+SHELL       := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+BIN := $(VENV)/bin
+# Each kind of environment has its own stamp: switching SYSTEM_TORCH finds the other one and starts afresh.
+OWN_STAMP    := $(VENV)/.installed-own-torch
+SYSTEM_STAMP := $(VENV)/.installed-system-torch
+ifeq ($(SYSTEM_TORCH),1)
+STAMP      := $(SYSTEM_STAMP)
+VENV_FLAGS := --system-site-packages $(if $(wildcard $(OWN_STAMP)),--clear)
+else
+STAMP      := $(OWN_STAMP)
+VENV_FLAGS := $(if $(wildcard $(SYSTEM_STAMP)),--clear)
+endif
+SMOLLM2 := tests/models/smollm2-135m
+
+# Model hubs are never asked: everything that the tests load is in the repository or fetched by `make smollm2`.
+OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help venv demo test lint format smollm2 clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+venv: $(STAMP)  ## create or update the virtual environment
+
+# torch first and on its own: it is the one package whose right build depends on the machine. Once it is there,
+# pin_torch.py pins that very build, and the second install cannot replace it.
+$(STAMP): pyproject.toml setup.py constraints.txt tools/pin_torch.py
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+	    || { echo "error: $(PYTHON) is not Python 3.11 to 3.13; choose one: make venv PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+ifeq ($(SYSTEM_TORCH),1)
+	@# Importing finds what metadata cannot: a build whose driver libraries are not on the loader's path.
+	@$(BIN)/python -c 'import torch' \
+	    || { echo "error: SYSTEM_TORCH=1, but torch cannot be imported by $(PYTHON) (reason above)." >&2; \
+	         echo "hint: install the vendor's wheel, load its environment script, or set PYTHON." >&2; exit 1; }
+else
+	$(BIN)/python -m pip install --quiet $(TORCH)
+endif
+	$(BIN)/python tools/pin_torch.py constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet -e '.[test]' -c $(VENV)/constraints.txt
+	@touch $@
+
+demo: venv  ## quantize, shard, verify and run a small model; everything lands in demo_output/
+	$(OFFLINE) $(BIN)/python runtime/demo.py --output demo_output
+
+smollm2: venv  ## fetch SmolLM2-135M-Instruct, the real dense model of the tests (93 MB)
+	@$(OFFLINE) $(BIN)/python tests/models/fetch_smollm2.py $(SMOLLM2)
+
+# One thread for each worker: more of them only fight for the cores.
+test: venv smollm2  ## run all tests
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(OFFLINE) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: venv  ## check format, lint rules and types
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+
+format: venv  ## rewrite the code to the project's format and fix what can be fixed safely
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+clean:  ## remove the environment, caches and what was generated; fetched models stay
+	@if [ -f $(VENV)/pyvenv.cfg ]; then rm -rf $(VENV); fi
+	rm -rf demo_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find quantkit runtime recipes calibration_data tests tools -name __pycache__ -prune -exec rm -rf {} +
