@@ -1,0 +1,102 @@
+"""Recipes: the shipped ones, what is refused, and which tensor gets which scheme."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quantkit.archs import architecture_for
+from quantkit.errors import UsageError
+from quantkit.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
+
+MINIMAX = architecture_for({"model_type": "minimax_m2"})
+NAMES = {
+    name: MINIMAX.parse(name)
+    for name in (
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.block_sparse_moe.gate.weight",
+        "model.layers.0.block_sparse_moe.experts.3.w2.weight",
+        "model.embed_tokens.weight",
+    )
+}
+
+
+def scheme(recipe: Recipe, name: str) -> str:
+    key = NAMES[name]
+    assert key is not None
+    return recipe.scheme_for(MINIMAX, key, name).name
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_loads_and_is_named_after_its_file(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert recipe.description.endswith(".")
+
+
+def test_recipes_of_the_first_release_are_shipped() -> None:
+    assert {"w8a8", "w8a8-group128", "bf16"} <= set(shipped_recipes())
+
+
+def test_default_recipe_quantizes_gemms_and_nothing_else() -> None:
+    recipe = load_recipe("w8a8")
+    assert [scheme(recipe, name) for name in NAMES] == ["w8a8", "keep", "w8a8", "keep"]
+
+
+def test_rules_match_roles_and_names_and_the_first_counts() -> None:
+    recipe = parse_recipe(
+        """
+        name: mine
+        description: A test.
+        rules:
+          - {match: "*.experts.3.*", scheme: keep, reason: by name}
+          - {match: "expert.*", scheme: w8a8-group128, reason: by role}
+        """,
+        "mine.yaml",
+    )
+    assert scheme(recipe, "model.layers.0.block_sparse_moe.experts.3.w2.weight") == "keep"
+    assert recipe.unused_rules(MINIMAX, {name: key for name, key in NAMES.items() if key}) == []
+
+
+def test_a_rule_that_matches_nothing_is_reported() -> None:
+    recipe = parse_recipe("{name: a, description: b, rules: [{match: 'mla.*', scheme: keep, reason: c}]}", "mine.yaml")
+    assert recipe.unused_rules(MINIMAX, {name: key for name, key in NAMES.items() if key}) == ["mla.*"]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("{name: a, description: b, sheme: w8a8}", "sheme"),
+        ("{name: a, description: b, calibration: {sample: 3}}", "calibration.sample"),
+        ("{name: a, description: b, scheme: w4a16}", "w8a8-group128"),
+        ("{name: a, description: b, calibration: {samples: 0}}", "calibration.samples"),
+        ("{name: a}", "description"),
+        ("[1, 2]", "mapping"),
+        ("a: [", "not YAML"),
+        ("!!python/object/apply:os.system [true]", "not YAML"),
+    ],
+)
+def test_bad_recipes_are_refused_with_the_offender(text: str, wanted: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_recipe(text, "mine.yaml")
+    assert wanted in str(caught.value)
+    assert "mine.yaml" in str(caught.value)
+
+
+def test_every_problem_of_a_recipe_is_listed_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_recipe("{name: a, description: b, one: 1, two: 2}", "mine.yaml")
+    assert {"one", "two"} <= {item.split(":")[0] for item in caught.value.items}
+
+
+def test_unknown_name_lists_the_shipped_ones(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_recipe(str(tmp_path / "none.yaml"))
+    assert "w8a8" in caught.value.choices
+
+
+def test_a_recipe_can_be_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "我的 [recipe].yaml"
+    path.write_text("name: x\ndescription: y\nscheme: keep\n", encoding="utf-8")
+    assert load_recipe(str(path)).scheme == "keep"
