@@ -9,6 +9,7 @@ rows before up rows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,3 +84,64 @@ def rows_in_fused(arch: Architecture, dims: Dims, role_name: str, total: int) ->
         )
     position = members.index(role_name)
     return sum(sizes[:position]), sum(sizes[: position + 1])
+
+
+class Location(NamedTuple):
+    """Rows of a stored tensor.
+
+    Attributes:
+        key: a key that the source stores.
+        index: expert along dimension 0 of a stacked tensor, None when it is not stacked.
+        start, stop: rows of the matrix in canonical orientation (elements of a bias).
+    """
+
+    key: Key
+    index: int | None
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+def locate(
+    arch: Architecture, dims: Dims, key: Key, has: Has, rows_of: Callable[[Key], int]
+) -> tuple[Location, ...] | None:
+    """Where the rows of a tensor lie: what `assemble` would read, without reading.
+
+    Args:
+        key: of one matrix or vector; for a per-expert role with its expert.
+        rows_of: number of canonical rows of a stored key (of one expert's matrix when it is stacked).
+
+    Returns:
+        Ranges in row order, None when the source stores nothing that the tensor can be built from.
+    """
+    if has(key):
+        return (Location(key, None, 0, rows_of(key)),)
+    role = arch.role(key.role)
+    stacked = key._replace(expert=None)
+    if role.per_expert and key.expert is not None and has(stacked):
+        return (Location(stacked, key.expert, 0, rows_of(stacked)),)
+    if role.parts:
+        parts = [locate(arch, dims, key._replace(role=part), has, rows_of) for part in role.parts]
+        present = [part for part in parts if part is not None]
+        return tuple(item for part in present for item in part) if len(present) == len(parts) else None
+    if role.fuse:
+        fused_key = key._replace(role=role.fuse)
+        if has(fused_key) or (role.per_expert and has(fused_key._replace(expert=None))):
+            (whole,) = locate(arch, dims, fused_key, has, rows_of) or ()
+            start, stop = rows_in_fused(arch, dims, key.role, whole.rows)
+            return (whole._replace(start=start, stop=stop),)
+    return None
+
+
+def cut(locations: tuple[Location, ...], start: int, stop: int) -> tuple[Location, ...]:
+    """Rows [start, stop) of the concatenation of `locations`."""
+    found, position = [], 0
+    for item in locations:
+        low, high = max(start - position, 0), min(stop - position, item.rows)
+        if low < high:
+            found.append(item._replace(start=item.start + low, stop=item.start + high))
+        position += item.rows
+    return tuple(found)

@@ -6,6 +6,8 @@ open files.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import threading
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from quantkit.archs import ROLES, Architecture, Dims, Key, architecture_for
 from quantkit.archs.assemble import assemble
+from quantkit.archs.base import PARTS
 from quantkit.checkpoint.formats import NativeFormat, recognise
 from quantkit.errors import InputError
 from quantkit.spec.index import CheckpointIndex, open_checkpoint, read_json
@@ -51,7 +54,7 @@ class Entry:
     @property
     def module(self) -> str:
         """Name of the module: the tensor's name without its part (`model.layers.0.mlp.gate_proj`)."""
-        return self.name.removesuffix(".weight").removesuffix(".bias")
+        return module_name(self.name)
 
     @property
     def nbytes(self) -> int:
@@ -159,19 +162,46 @@ class Source:
         return assemble(self.arch, self.dims, key, self.has, self._fetch_canonical)
 
     def _fetch_canonical(self, key: Key) -> Tensor:
-        tensor = self.fetch(key)
-        stacked = self.arch.role(key.role).per_expert and key.expert is None
+        return self.canonical(key, self.fetch(key))
+
+    def is_stacked(self, key: Key) -> bool:
+        """Whether the stored tensor of `key` holds all experts along dimension 0."""
+        return self.arch.role(key.role).per_expert and key.expert is None
+
+    def canonical(self, key: Key, tensor: Tensor) -> Tensor:
+        """A fetched tensor (stacked: all experts or some of them) in canonical orientation."""
+        stacked = self.is_stacked(key)
         if stacked and self.arch.experts_transposed and key.part == "weight":
             tensor = tensor.transpose(1, 2)
         if stacked and self.arch.gate_up_interleaved and key.role == "expert.gate_up":
             tensor = torch.cat((tensor[:, 0::2], tensor[:, 1::2]), 1)
         return tensor
 
+    def canonical_shape(self, key: Key) -> tuple[int, ...]:
+        """Shape of a stored tensor in canonical orientation, from the headers alone."""
+        shape = self.entries[key].shape
+        if self.is_stacked(key) and self.arch.experts_transposed and key.part == "weight":
+            return (shape[0], shape[2], shape[1])
+        return shape
+
+    def digest(self) -> str:
+        """sha256 over name, dtype and shape of every tensor and the size of every file; reads no data."""
+        infos = [info for header in self.index.headers.values() for info in header.tensors.values()]
+        names = sorted((info.name, info.dtype, info.shape) for info in infos)
+        sizes = sorted((name, header.file_size) for name, header in self.index.headers.items())
+        return hashlib.sha256(json.dumps([names, sizes]).encode()).hexdigest()
+
     def layer_keys(self, layer: int) -> Iterator[Key]:
         return (key for key in self.entries if key.layer == layer)
 
     def close(self) -> None:
         self._files.close()
+
+
+def module_name(name: str) -> str:
+    """A tensor's name without its part; a bare parameter's name is its own."""
+    stem, _, last = name.rpartition(".")
+    return stem if stem and last in PARTS else name
 
 
 def with_roles(arch: Architecture, extra: Mapping[str, str]) -> Architecture:
