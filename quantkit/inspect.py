@@ -1,0 +1,243 @@
+"""What a checkpoint is, from its config and its files' headers: structure, sizes by role, and what does not fit.
+
+No tensor data is read and torch is not imported, so that terabytes take seconds. A folder that is broken is described
+as far as it can be read; what is wrong with it comes first. A folder with only a config.json gets its structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from quantkit.archs import Architecture, Dims, Key, architecture_for, text_config
+from quantkit.crosscheck import Problem, cross_check
+from quantkit.errors import InputError
+from quantkit.memory import (
+    Weight,
+    active_parameters,
+    columns,
+    human_bytes,
+    human_count,
+    inventory,
+    native_dtypes,
+)
+from quantkit.recipe import Recipe, load_recipe
+from quantkit.spec.index import open_checkpoint, read_json
+from quantkit.spec.tensorfile import Header, read_header
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Structure(_Strict):
+    """The model as its config describes it; 0 means that it has none of that.
+
+    Attributes:
+        record: name of the architecture record that reads it.
+        latent_rank: of keys and values (MLA), 0 for plain attention.
+        moe_layers: layers that hold experts, by the tensors; None when there are no tensors.
+        shared_intermediate: total width of the shared experts.
+    """
+
+    model_type: str
+    record: str
+    layers: int
+    hidden: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    latent_rank: int
+    intermediate: int
+    experts: int
+    experts_per_token: int
+    moe_intermediate: int
+    shared_intermediate: int
+    moe_layers: int | None
+    max_positions: int
+    tied_embeddings: bool
+
+
+class ColumnRow(_Strict):
+    """Totals of one role column, see `quantkit.memory.Column`."""
+
+    name: str
+    tensors: int
+    parameters: int
+    nbytes: int
+    quantized: int
+    output_nbytes: int
+
+
+class Inspection(_Strict):
+    """All that `quantkit inspect` tells.
+
+    Attributes:
+        name: of the folder.
+        structure: from the config.
+        problems: errors first; empty is good.
+        files: number of safetensors files that could be read.
+        tensors: number of tensors in them.
+        parameters: of the model, scales not counted.
+        active_parameters: that one token meets.
+        nbytes: of all tensors on disk.
+        dtypes: bytes by stored dtype.
+        recipe: name of the recipe that the last two columns are for.
+        quantized: parameters that it converts to INT8.
+        output_nbytes: of all tensors after the conversion.
+        columns: the same by role column.
+        unclassified: names without a role (the first 50).
+    """
+
+    name: str
+    structure: Structure
+    problems: tuple[Problem, ...]
+    files: int
+    tensors: int
+    parameters: int
+    active_parameters: int
+    nbytes: int
+    dtypes: dict[str, int]
+    recipe: str
+    quantized: int
+    output_nbytes: int
+    columns: tuple[ColumnRow, ...]
+    unclassified: tuple[str, ...]
+
+    @property
+    def sound(self) -> bool:
+        return not any(problem.level == "error" for problem in self.problems)
+
+
+def inspect(root: Path, recipe_name: str = "w8a8") -> Inspection:
+    """Describe a checkpoint folder.
+
+    Args:
+        root: folder with a config.json and, usually, *.safetensors.
+        recipe_name: recipe for the INT8 columns.
+
+    Raises:
+        InputError: no such folder, or a config.json that cannot be read at all.
+        UsageError: no such recipe.
+    """
+    recipe = load_recipe(recipe_name)
+    if not root.is_dir():
+        open_checkpoint(root)  # raises the error that says what is wrong
+    config = read_json(root / "config.json")
+    arch = architecture_for(config)
+    dims = arch.dims(config)
+    headers, problems = read_headers(root)
+    weights, unclassified = inventory(arch, headers.values())
+    if unclassified:
+        problems.append(_without_role(arch, unclassified))
+    if weights:
+        problems += cross_check(arch, dims, config, weights)
+    return _describe(root, config, arch, dims, recipe, headers, weights, problems, unclassified)
+
+
+def read_headers(root: Path) -> tuple[dict[str, Header], list[Problem]]:
+    """Headers of all files that can be read, and what is wrong with the rest or with the index."""
+    try:
+        return dict(open_checkpoint(root).headers), []
+    except InputError as error:
+        files = sorted(root.glob("*.safetensors"))
+        if not files:
+            text = "there are no *.safetensors files: only config.json speaks, and nothing is checked against tensors"
+            return {}, [Problem(level="note", what=text, remedy="copy the weights here to check and convert them")]
+        problems = [_as_problem(error)]
+    headers: dict[str, Header] = {}
+    for path in files:
+        try:
+            headers[path.name] = read_header(path)
+        except InputError as error:
+            if error.message != problems[0].what:
+                problems.append(_as_problem(error))
+    return headers, problems
+
+
+def _as_problem(error: InputError) -> Problem:
+    return Problem(level="error", what=error.message, remedy=error.hint, items=error.items)
+
+
+def _without_role(arch: Architecture, names: list[str]) -> Problem:
+    return Problem(
+        level="error",
+        what=f"{len(names)} tensors have no role in the architecture record {arch.name}",
+        remedy="add a `roles:` entry to the recipe, or a rule to quantkit/archs",
+        items=tuple(names[:20]),
+    )
+
+
+def _describe(
+    root: Path,
+    config: Mapping[str, Any],
+    arch: Architecture,
+    dims: Dims,
+    recipe: Recipe,
+    headers: Mapping[str, Header],
+    weights: Mapping[Key, Weight],
+    problems: list[Problem],
+    unclassified: list[str],
+) -> Inspection:
+    rows = columns(arch, dims, weights.values(), recipe)
+    return Inspection(
+        name=root.resolve().name,
+        structure=_structure(config, arch, dims, weights),
+        problems=tuple(sorted(problems, key=lambda problem: problem.level != "error")),
+        files=len(headers),
+        tensors=sum(len(header.tensors) for header in headers.values()),
+        parameters=sum(row.parameters for row in rows),
+        active_parameters=active_parameters(arch, dims, weights.values()),
+        nbytes=sum(row.nbytes for row in rows),
+        dtypes=native_dtypes(weights.values()),
+        recipe=recipe.name,
+        quantized=sum(row.quantized for row in rows),
+        output_nbytes=sum(row.output_nbytes for row in rows),
+        columns=tuple(ColumnRow(**vars(row)) for row in rows),
+        unclassified=tuple(unclassified[:50]),
+    )
+
+
+def _structure(config: Mapping[str, Any], arch: Architecture, dims: Dims, weights: Mapping[Key, Weight]) -> Structure:
+    moe = {key.layer for key in weights if arch.role(key.role).per_expert and (key.layer or 0) < dims.layers}
+    return Structure(
+        model_type=str(config.get("model_type") or text_config(config).get("model_type")),
+        record=arch.name,
+        layers=dims.layers,
+        hidden=dims.hidden,
+        vocab=dims.vocab,
+        heads=dims.heads,
+        kv_heads=dims.kv_heads,
+        head_dim=dims.head_dim,
+        v_head_dim=dims.v_head_dim,
+        latent_rank=dims.kv_lora_rank,
+        intermediate=dims.intermediate,
+        experts=dims.experts,
+        experts_per_token=dims.experts_per_token,
+        moe_intermediate=dims.moe_intermediate,
+        shared_intermediate=dims.shared_intermediate,
+        moe_layers=len(moe) if weights else None,
+        max_positions=dims.max_positions,
+        tied_embeddings=dims.tied,
+    )
+
+
+def inspect_line(found: Inspection) -> str:
+    """The model in one line."""
+    s = found.structure
+    attention = f"latent attention of rank {s.latent_rank}" if s.latent_rank else f"{s.kv_heads} kv heads"
+    parts = [f"{s.model_type}: {s.layers} layers of {s.hidden}", f"{s.heads} heads of {s.head_dim}, {attention}"]
+    if s.experts:
+        shared = f" + {s.shared_intermediate // s.moe_intermediate} shared" if s.shared_intermediate else ""
+        parts.append(f"{s.experts} experts, top {s.experts_per_token}{shared}, width {s.moe_intermediate}")
+    parts.append(f"vocabulary {s.vocab}")
+    if found.tensors:
+        active = f" ({human_count(found.active_parameters)} active)" if s.experts else ""
+        parts.append(f"{human_count(found.parameters)} parameters{active}")
+        parts.append(f"{next(iter(found.dtypes), 'no tensors')}, {human_bytes(found.nbytes)}")
+    return "; ".join(parts)

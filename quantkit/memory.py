@@ -1,0 +1,203 @@
+"""Parameters and bytes of a checkpoint by role column, from headers alone. Nothing here imports torch.
+
+A weight may lie on disk as several tensors (payload, scale, zero point); they are gathered by key first, so that a
+parameter is counted once and its scales are counted as bytes only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from quantkit.archs import Architecture, Dims, Key, Kind
+from quantkit.recipe import Recipe
+from quantkit.spec.tensorfile import DTYPE_BITS, Header, TensorInfo
+
+DRAFT_COLUMN = "draft layers"
+SCALE_BYTES = 4  # float32, as every scale that we write
+
+_PAYLOADS = ("weight", "weight_packed", "blocks")
+
+_VALUES_PER_ELEMENT: Mapping[tuple[str, str], int] = {
+    ("weight_packed", "I32"): 8,  # int4
+    ("weight_packed", "U8"): 2,  # mxfp4, compressed-tensors
+    ("blocks", "U8"): 2,  # mxfp4, gpt-oss
+}
+"""(part, dtype) -> values in one stored element, where it is not 1."""
+
+_FP4_IN_I8_SCALES = frozenset({"F8_E8M0"})  # I8 payload with such a scale holds two FP4 values a byte
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One logical tensor of a checkpoint.
+
+    Attributes:
+        key: its identity; `part` is "weight" or "bias".
+        parts: part -> header entry: {"weight": ...}, with "weight_scale" and its like where the source has them.
+    """
+
+    key: Key
+    parts: dict[str, TensorInfo]
+
+    @property
+    def payload(self) -> TensorInfo | None:
+        """The tensor that holds the values; None when only scales are there."""
+        if self.key.part == "bias":
+            return self.parts.get("weight")
+        return next((self.parts[part] for part in _PAYLOADS if part in self.parts), None)
+
+    @property
+    def values_per_element(self) -> int:
+        part = next((part for part in _PAYLOADS if part in self.parts), "weight")
+        info = self.parts.get(part)
+        if info is not None and info.dtype == "I8":
+            return 2 if any(other.dtype in _FP4_IN_I8_SCALES for other in self.parts.values()) else 1
+        return _VALUES_PER_ELEMENT.get((part, info.dtype), 1) if info is not None else 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape `[N, K]` or `[E, N, K]`, as stored (not transposed)."""
+        info = self.payload
+        if info is None:
+            return ()
+        if "blocks" in self.parts and len(info.shape) > 2:
+            return (*info.shape[:-2], info.shape[-2] * info.shape[-1] * self.values_per_element)
+        return (*info.shape[:-1], info.shape[-1] * self.values_per_element) if info.shape else ()
+
+    @property
+    def parameters(self) -> int:
+        info = self.payload
+        return info.numel * self.values_per_element if info is not None else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk, scales included."""
+        return sum(info.nbytes for info in self.parts.values())
+
+
+def inventory(arch: Architecture, headers: Iterable[Header]) -> tuple[dict[Key, Weight], list[str]]:
+    """All logical tensors by key, in the order of the files, and the names that no rule knows."""
+    weights: dict[Key, Weight] = {}
+    unclassified: list[str] = []
+    for header in headers:
+        for name, info in header.tensors.items():
+            key = arch.parse(name)
+            if key is None:
+                unclassified.append(name)
+                continue
+            part = key.part
+            if part == "bias":
+                part = "weight"
+            elif part != "weight":
+                key = key.with_part("weight")
+            weight = weights.get(key)
+            if weight is None:
+                weight = weights[key] = Weight(key, {})
+            weight.parts[part] = info
+    return weights, unclassified
+
+
+@dataclass
+class Column:
+    """One row of the table by role column.
+
+    Attributes:
+        name: `Role.column`, or "draft layers" for layers beyond the model's own.
+        tensors: logical ones.
+        parameters: of the source.
+        nbytes: on disk, scales included.
+        quantized: parameters that the recipe converts to INT8.
+        output_nbytes: after the conversion, scales included.
+    """
+
+    name: str
+    tensors: int = 0
+    parameters: int = 0
+    nbytes: int = 0
+    quantized: int = 0
+    output_nbytes: int = 0
+
+
+def columns(arch: Architecture, dims: Dims, weights: Iterable[Weight], recipe: Recipe) -> list[Column]:
+    """Totals by role column, the largest first."""
+    found: dict[str, Column] = {}
+    for weight in weights:
+        name = column_name(arch, dims, weight.key)
+        column = found.setdefault(name, Column(name))
+        int8 = is_quantized(arch, recipe, weight)
+        column.tensors += 1
+        column.parameters += weight.parameters
+        column.nbytes += weight.nbytes
+        column.quantized += weight.parameters if int8 else 0
+        column.output_nbytes += output_nbytes(weight, int8)
+    return sorted(found.values(), key=lambda column: (-column.parameters, column.name))
+
+
+def column_name(arch: Architecture, dims: Dims, key: Key) -> str:
+    """Column of a tensor; layers beyond `num_hidden_layers` hold the draft model."""
+    if key.layer is not None and key.layer >= dims.layers:
+        return DRAFT_COLUMN
+    return arch.role(key.role).column
+
+
+def is_quantized(arch: Architecture, recipe: Recipe, weight: Weight) -> bool:
+    """Whether `recipe` converts it: GEMM weights only, never a bias."""
+    if weight.key.part != "weight" or arch.role(weight.key.role).kind is not Kind.LINEAR or weight.payload is None:
+        return False
+    return recipe.scheme_for(arch, weight.key, weight.payload.name).is_int8
+
+
+def output_nbytes(weight: Weight, int8: bool) -> int:
+    """Bytes after the conversion: one per value and a float32 scale per output channel, or as it is.
+
+    A kept weight whose source has a scale is decoded, so it is counted in BF16.
+    """
+    if int8:
+        rows = math.prod(weight.shape[:-1])
+        return weight.parameters + SCALE_BYTES * rows
+    info = weight.payload
+    if info is not None and DTYPE_BITS[info.dtype] == 8 and len(weight.parts) > 1:
+        return 2 * weight.parameters
+    return weight.nbytes
+
+
+def active_parameters(arch: Architecture, dims: Dims, weights: Iterable[Weight]) -> int:
+    """Parameters that one token meets: all, less the experts it is not routed to and the draft layers."""
+    active = 0
+    for weight in weights:
+        if column_name(arch, dims, weight.key) == DRAFT_COLUMN:
+            continue
+        routed = arch.role(weight.key.role).per_expert and dims.experts
+        active += weight.parameters * dims.experts_per_token // dims.experts if routed else weight.parameters
+    return active
+
+
+def native_dtypes(weights: Iterable[Weight]) -> dict[str, int]:
+    """Bytes by stored dtype, the largest first; a payload with a scale beside it reads `F8_E4M3 + F32 scale`."""
+    totals: dict[str, int] = {}
+    for weight in weights:
+        payload = weight.payload
+        scales = sorted({info.dtype for part, info in weight.parts.items() if info is not payload and "scale" in part})
+        name = " + ".join([payload.dtype if payload else "nothing", *(f"{dtype} scale" for dtype in scales)])
+        totals[name] = totals.get(name, 0) + weight.nbytes
+    return dict(sorted(totals.items(), key=lambda item: (-item[1], item[0])))
+
+
+def human_bytes(count: float) -> str:
+    """`12.3 MiB`: three significant digits, binary units, as cards are sold."""
+    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def human_count(count: float) -> str:
+    """`6.12 M`: three significant digits."""
+    return _scaled(count, 1000, ("", "K", "M", "B", "T")).rstrip()
+
+
+def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
+    step = 0
+    while value >= base and step < len(units) - 1:
+        value, step = value / base, step + 1
+    digits = 0 if step == 0 else max(0, 2 - int(math.log10(max(value, 1))))
+    return f"{value:.{digits}f} {units[step]}"
