@@ -53,7 +53,10 @@ ifeq ($(SYSTEM_TORCH),1)
 	@# Importing finds what metadata cannot: a build whose driver libraries are not on the loader's path.
 	@$(BIN)/python -c 'import torch' \
 	    || { echo "error: SYSTEM_TORCH=1, but torch cannot be imported by $(PYTHON) (reason above)." >&2; \
-	         echo "hint: install the vendor's wheel, load its environment script, or set PYTHON." >&2; exit 1; }
+	         echo "hint: install the vendor's wheel, load its environment script, or name the interpreter that has it:" >&2; \
+	         echo "      make venv SYSTEM_TORCH=1 PYTHON=/path/to/python3. It must not be a virtual environment: those" >&2; \
+	         echo "      hand nothing down. Into an existing one: pip install -e . -c <(python tools/pin_torch.py constraints.txt)" >&2; \
+	         exit 1; }
 else
 	$(BIN)/python -m pip install --quiet $(TORCH)
 endif
