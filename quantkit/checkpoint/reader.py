@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,15 @@ from torch import Tensor
 from quantkit.archs import ROLES, Architecture, Dims, Key, architecture_for
 from quantkit.archs.assemble import assemble
 from quantkit.archs.base import PARTS
-from quantkit.checkpoint.formats import NativeFormat, recognise
+from quantkit.checkpoint.formats import FormatContext, NativeFormat, ReadPart, disagreements, recognise
 from quantkit.errors import InputError
 from quantkit.spec.index import CheckpointIndex, open_checkpoint, read_json
-from quantkit.spec.tensorfile import TensorInfo, read_tensor
+from quantkit.spec.tensorfile import DTYPE_BITS, TensorInfo, read_tensor
 
 MAX_OPEN_FILES = 16
+
+QUANTIZED_PARTS = PARTS - {"weight", "bias"}
+"""Parts that stand beside a weight, or in its place, when it is quantized."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class Entry:
         stored: part -> header entry; for a plain tensor just {"weight": ...}.
         format: how it is stored.
         shape: logical shape as stored, before `Architecture` transposes or de-interleaves.
-        dtype: of the decoded tensor (safetensors name).
+        dtype: of the decoded tensor (safetensors name); "F32" for every quantized format.
+        transposed: the logical shape is `[E, K, N]` (stacked experts of an architecture that stores them so).
     """
 
     key: Key
@@ -50,16 +55,34 @@ class Entry:
     format: NativeFormat
     shape: tuple[int, ...]
     dtype: str
+    transposed: bool = False
 
     @property
     def module(self) -> str:
         """Name of the module: the tensor's name without its part (`model.layers.0.mlp.gate_proj`)."""
-        return module_name(self.name)
+        return module_name(self.name.removesuffix("_blocks"))
+
+    @property
+    def canonical_shape(self) -> tuple[int, ...]:
+        """Shape in canonical orientation: `[N, K]`, `[E, N, K]` for stacked experts, else as stored."""
+        return (self.shape[0], self.shape[2], self.shape[1]) if self.transposed else self.shape
 
     @property
     def nbytes(self) -> int:
         """Bytes on disk, scales included."""
         return sum(info.nbytes for info in self.stored.values())
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes when it is kept unquantized: as stored, or 2 a number when it must be decoded first."""
+        return 2 * math.prod(self.shape) if self.format.scales else self.nbytes
+
+    @property
+    def int8_nbytes(self) -> int:
+        """Bytes as INT8 with one float32 scale per output channel; `kept_nbytes` for a vector."""
+        if len(self.shape) < 2:
+            return self.kept_nbytes
+        return math.prod(self.shape) + 4 * math.prod(self.canonical_shape[:-1])
 
 
 class OpenFiles:
@@ -110,6 +133,8 @@ class Source:
         index: headers of all files.
         entries: key (part "weight" or "bias") -> entry, in the order of names on disk by file.
         unclassified: names that no rule knows; `require_classified` turns them into an error.
+        context: what the config says about quantization.
+        notes: where config and tensors disagree about it, as sentences for reports; the tensors count.
     """
 
     def __init__(self, root: Path, *, ignore_index: bool = False, extra_roles: Mapping[str, str] | None = None) -> None:
@@ -123,12 +148,27 @@ class Source:
         self.dims: Dims = self.arch.dims(self.config)
         self.index: CheckpointIndex = open_checkpoint(root, ignore_index=ignore_index)
         self._files = OpenFiles(root)
-        self.entries, self.unclassified = _classify(self.arch, self.index)
+        self.context = FormatContext.from_config(self.config)
+        self.entries, self.unclassified = self._classify()
+        self.notes = disagreements(self.context, self.formats)
 
     @property
     def tied(self) -> bool:
         """Whether the output head is the embedding table: what the tensors say, not the config."""
         return not self.has(Key(None, "lm_head"))
+
+    @property
+    def formats(self) -> Counter[str]:
+        """Name of a format -> number of entries stored in it."""
+        return Counter(entry.format.name for entry in self.entries.values())
+
+    def int8_size(self, quantized: Callable[[Key], bool]) -> tuple[int, int]:
+        """Bytes of the source's tensors, and of the same with the weights that `quantized` names as INT8.
+
+        The second is larger for sources of 4 bits: say so before converting them.
+        """
+        sizes = (entry.int8_nbytes if quantized(key) else entry.kept_nbytes for key, entry in self.entries.items())
+        return sum(entry.nbytes for entry in self.entries.values()), sum(sizes)
 
     def require_classified(self) -> None:
         """Raise an InputError that lists every tensor without a role and how to add a rule."""
@@ -144,13 +184,24 @@ class Source:
         return key in self.entries
 
     def fetch(self, key: Key, rows: tuple[int, int] | None = None) -> Tensor:
-        """Decoded tensor of a stored key, or rows of it along dimension 0, as stored (no transposition)."""
+        """Decoded tensor of a stored key, or rows of it along dimension 0, as stored (no transposition).
+
+        Rows of a quantized weight equal those of the whole bit for bit; no more than they need is read.
+
+        Raises:
+            InputError: a read error, or a quantized weight or its scale that is not finite.
+        """
         entry = self.entries[key]
+        if rows is not None and not 0 <= rows[0] <= rows[1] <= entry.shape[0]:
+            raise ValueError(f"rows {rows} of {entry.name} {entry.shape}")
+        return entry.format.decode(entry.stored, self._reader(entry.stored), rows, self.context)
 
-        def read(part: str, part_rows: tuple[int, int] | None) -> Tensor:
-            return self.read_stored(entry, part, part_rows)
+    def _reader(self, stored: Mapping[str, TensorInfo]) -> ReadPart:
+        def read(part: str, rows: tuple[int, int] | None) -> Tensor:
+            info = stored[part]
+            return self._files.read(self.index.file_of[info.name], info, rows)
 
-        return entry.format.decode(entry.stored, read, rows)
+        return read
 
     def read_stored(self, entry: Entry, part: str, rows: tuple[int, int] | None = None) -> Tensor:
         """One stored tensor of an entry, as it lies on disk."""
@@ -170,19 +221,15 @@ class Source:
 
     def canonical(self, key: Key, tensor: Tensor) -> Tensor:
         """A fetched tensor (stacked: all experts or some of them) in canonical orientation."""
-        stacked = self.is_stacked(key)
-        if stacked and self.arch.experts_transposed and key.part == "weight":
+        if self.entries[key].transposed:
             tensor = tensor.transpose(1, 2)
-        if stacked and self.arch.gate_up_interleaved and key.role == "expert.gate_up":
+        if self.is_stacked(key) and self.arch.gate_up_interleaved and key.role == "expert.gate_up":
             tensor = torch.cat((tensor[:, 0::2], tensor[:, 1::2]), 1)
         return tensor
 
     def canonical_shape(self, key: Key) -> tuple[int, ...]:
         """Shape of a stored tensor in canonical orientation, from the headers alone."""
-        shape = self.entries[key].shape
-        if self.is_stacked(key) and self.arch.experts_transposed and key.part == "weight":
-            return (shape[0], shape[2], shape[1])
-        return shape
+        return self.entries[key].canonical_shape
 
     def digest(self) -> str:
         """sha256 over name, dtype and shape of every tensor and the size of every file; reads no data."""
@@ -190,6 +237,19 @@ class Source:
         names = sorted((info.name, info.dtype, info.shape) for info in infos)
         sizes = sorted((name, header.file_size) for name, header in self.index.headers.items())
         return hashlib.sha256(json.dumps([names, sizes]).encode()).hexdigest()
+
+    def _classify(self) -> tuple[dict[Key, Entry], list[str]]:
+        groups, unclassified = _group(self.arch, self.index)
+        entries: dict[Key, Entry] = {}
+        for key, stored in groups.items():
+            first = stored.get("weight") or next(iter(stored.values()))
+            found = recognise(first.name, stored, self.context)
+            shape = found.shape(stored, self._reader(stored), self.context)
+            stacked = self.is_stacked(key) and key.part == "weight"
+            transposed = stacked and self.arch.experts_transposed and not found.oriented
+            name = stored[found.payload[0]].name
+            entries[key] = Entry(key, name, stored, found, shape, found.dtype(stored), transposed)
+        return entries, unclassified
 
     def layer_keys(self, layer: int) -> Iterator[Key]:
         return (key for key in self.entries if key.layer == layer)
@@ -219,7 +279,8 @@ def rule_pattern(name: str) -> str:
     return re.sub(r"\.(weight|bias)$", "", below)
 
 
-def _classify(arch: Architecture, index: CheckpointIndex) -> tuple[dict[Key, Entry], list[str]]:
+def _group(arch: Architecture, index: CheckpointIndex) -> tuple[dict[Key, dict[str, TensorInfo]], list[str]]:
+    """Tensors that make one logical tensor, by part; and the names that no rule knows."""
     groups: dict[Key, dict[str, TensorInfo]] = {}
     unclassified: list[str] = []
     for file in index.headers.values():
@@ -228,7 +289,12 @@ def _classify(arch: Architecture, index: CheckpointIndex) -> tuple[dict[Key, Ent
             if key is None:
                 unclassified.append(name)
                 continue
-            whole, part = (key, "weight") if key.part == "bias" else (key.with_part("weight"), key.part)
+            if key.label:
+                whole, part = _opaque_part(key, name, index)
+            elif key.part == "bias":
+                whole, part = key, "weight"
+            else:
+                whole, part = key.with_part("weight"), key.part
             group = groups.setdefault(whole, {})
             if part in group:
                 raise InputError(
@@ -236,9 +302,18 @@ def _classify(arch: Architecture, index: CheckpointIndex) -> tuple[dict[Key, Ent
                     "the checkpoint holds two spellings of one tensor; remove one",
                 )
             group[part] = info
-    entries: dict[Key, Entry] = {}
-    for key, stored in groups.items():
-        payload = stored.get("weight") or next(iter(stored.values()))
-        found = recognise(payload.name, stored)
-        entries[key] = Entry(key, payload.name, stored, found, found.shape(stored), found.dtype(stored))
-    return entries, unclassified
+    return groups, unclassified
+
+
+def _opaque_part(key: Key, name: str, index: CheckpointIndex) -> tuple[Key, str]:
+    """Key and part of a tensor of an opaque subtree: a scale belongs to the weight beside it.
+
+    A tensor called `scale` does so only beside a one-byte weight: vision towers have parameters of that name.
+    """
+    stem, _, part = name.rpartition(".")
+    if part not in QUANTIZED_PARTS:
+        return key, "weight"
+    weight = f"{stem}.weight"
+    if part == "scale" and not (weight in index.file_of and DTYPE_BITS[index.info(weight).dtype] == 8):
+        return key, "weight"
+    return key._replace(label=f"{key.label.removesuffix(part)}weight"), part
