@@ -1,16 +1,20 @@
-"""DeepSeek-V2/V3 and Kimi-K2: latent attention, group-limited router, shared experts, first layers dense."""
+"""DeepSeek-V2/V3/V3.2 and Kimi-K2: latent attention, group-limited router, shared experts, first layers dense."""
 
 from quantkit.archs.base import Architecture
+from quantkit.archs.rules import DRAFT_LAYER_RULES
 
 ARCHITECTURE = Architecture(
     name="deepseek_v3",
-    model_types=("deepseek_v2", "deepseek_v3", "kimi_k2"),
+    model_types=("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25"),
     layer_rules={
-        # the multi-token-prediction layer, present only in layers beyond num_hidden_layers
-        "eh_proj": "mtp",
-        "enorm": "mtp",
-        "hnorm": "mtp",
-        "embed_tokens": "mtp",
-        "shared_head.**": "mtp",
+        **DRAFT_LAYER_RULES,
+        # V3.2's indexer scores with all heads at once, so every rank needs all of it
+        "self_attn.indexer.wq_b": "indexer.q",
+        "self_attn.indexer.wk": "indexer.k",
+        "self_attn.indexer.k_norm": "indexer.k_norm",
+        "self_attn.indexer.weights_proj": "indexer.weights",
     },
+    opaque_prefixes={"mm_projector": "vision"},  # Kimi-K2.5
+    class_of={"kimi_k2": "deepseek_v3"},
+    notes="Kimi-K2 is DeepSeek-V3 with other sizes; transformers has no class under its name.",
 )

@@ -1,4 +1,4 @@
-"""The default record: common Hugging Face names and nothing else (Llama, Mistral, Qwen, Mixtral, Qwen-MoE)."""
+"""The default record: common Hugging Face names and nothing else (Llama, Mistral, Phi-3, Qwen, Mixtral, Qwen-MoE)."""
 
 from quantkit.archs.base import Architecture
 

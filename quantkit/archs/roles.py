@@ -154,6 +154,20 @@ _TABLE: tuple[Role, ...] = (
     Role("router", Kind.ROUTER, input="mlp.in", fed_by="norm.pre_mlp", column="router"),
     Role("router.correction", Kind.VECTOR, column="router"),
     Role("shared.router", Kind.ROUTER, input="mlp.in", fed_by="norm.pre_mlp", column="router"),
+    # the indexer of sparse attention: a selection of keys is not averaged over, so an error flips it; kept
+    Role("indexer.q", Kind.LINEAR, input="mla.q_latent", fed_by="mla.q_a_norm", column="attention"),
+    Role("indexer.k", Kind.LINEAR, column="attention", **_ATTN_IN),
+    Role("indexer.weights", Kind.LINEAR, column="attention", **_ATTN_IN),
+    Role("indexer.q_norm", Kind.NORM, column="norm"),
+    Role("indexer.k_norm", Kind.NORM, column="norm"),
+    # linear attention: a recurrent state adds errors up over the whole sequence; kept
+    Role("linear_attn.qkvz", Kind.LINEAR, column="attention", **_ATTN_IN),
+    Role("linear_attn.qkv", Kind.LINEAR, column="attention", **_ATTN_IN),
+    Role("linear_attn.z", Kind.LINEAR, column="attention", **_ATTN_IN),
+    Role("linear_attn.ba", Kind.LINEAR, column="attention", **_ATTN_IN),
+    Role("linear_attn.b", Kind.LINEAR, column="attention", **_ATTN_IN),
+    Role("linear_attn.a", Kind.LINEAR, column="attention", **_ATTN_IN),
+    Role("linear_attn.o", Kind.LINEAR, input="linear_attn.out", column="attention"),
     # kept whole, by rule
     Role("indexer", Kind.OPAQUE, column="attention"),
     Role("linear_attn", Kind.OPAQUE, column="attention"),
@@ -163,3 +177,10 @@ _TABLE: tuple[Role, ...] = (
 )
 
 ROLES: dict[str, Role] = {role.name: role for role in _TABLE}
+
+FULL_WIDTH_QK_NORMS: dict[str, Role] = {
+    "attn.q_norm": Role("attn.q_norm", Kind.NORM, split=Split.COL, unit="heads", column="norm"),
+    "attn.k_norm": Role("attn.k_norm", Kind.NORM, split=Split.COL, unit="kv_heads", column="norm"),
+}
+"""For families whose q/k norms run over all heads at once: they split with the heads, and their sum of squares
+needs an all-reduce under tensor parallelism."""

@@ -1,0 +1,152 @@
+"""Sizes of one model, read from its config.json once.
+
+Head sizes come from the config, never from hidden / heads unless the config has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.archs.roles import Key
+from quantkit.errors import InputError
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Sizes of one model by its config. Tensors beat the config: `inspect` compares both.
+
+    Attributes:
+        head_dim: of queries and keys; for latent attention the part without position plus the rotary part.
+        intermediate: width of a dense feed-forward layer.
+        moe_intermediate: width of one routed expert.
+        shared_intermediate: width of all shared experts together; they are one MLP.
+        query_rows: rows of the query projection that belong to one head: head_dim, or twice as many when the
+            projection also yields a gate of the attention's output.
+        index_heads, index_head_dim: of the indexer of sparse attention.
+        tied: the config says that lm_head is the embedding table (`Source.tied` knows what the tensors say).
+    """
+
+    layers: int
+    hidden: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    intermediate: int = 0
+    moe_intermediate: int = 0
+    shared_intermediate: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    query_rows: int = 0
+    index_heads: int = 0
+    index_head_dim: int = 0
+    tied: bool = False
+    max_positions: int = 0
+
+    @property
+    def is_mla(self) -> bool:
+        return self.kv_lora_rank > 0
+
+    def is_draft(self, key: Key) -> bool:
+        """Whether a tensor belongs to a draft (multi-token-prediction) module: beyond the last layer or beside all."""
+        return key.role == "mtp" or (key.layer is not None and key.layer >= self.layers)
+
+    def rows_per_unit(self, role: str) -> int:
+        """Rows (COL) or columns (ROW) of a role's weight that belong to one unit of its split."""
+        return {
+            "attn.q": self.query_rows or self.head_dim,
+            "attn.k": self.head_dim,
+            "attn.v": self.v_head_dim,
+            "attn.o": self.v_head_dim,
+            "attn.q_norm": self.head_dim,
+            "attn.k_norm": self.head_dim,
+            "mla.q_b": self.head_dim,
+            "mla.kv_b": self.qk_nope_head_dim + self.v_head_dim,
+            "indexer.q": self.index_head_dim,
+        }.get(role, 1)
+
+    def count(self, unit: str) -> int:
+        """Value of a `Role.unit`."""
+        return int(getattr(self, unit))
+
+
+DIM_KEYS: Mapping[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers",),
+    "hidden": ("hidden_size",),
+    "vocab": ("vocab_size",),
+    "heads": ("num_attention_heads",),
+    "kv_heads": ("num_key_value_heads", "num_attention_heads"),
+    "intermediate": ("intermediate_size",),
+    "moe_intermediate": ("moe_intermediate_size",),
+    "experts": ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
+    "experts_per_token": ("num_experts_per_tok", "moe_k", "top_k_experts"),
+    "q_lora_rank": ("q_lora_rank",),
+    "kv_lora_rank": ("kv_lora_rank",),
+    "qk_nope_head_dim": ("qk_nope_head_dim",),
+    "qk_rope_head_dim": ("qk_rope_head_dim",),
+    "index_heads": ("index_n_heads",),
+    "index_head_dim": ("index_head_dim",),
+    "max_positions": ("max_position_embeddings",),
+    # not a field of its own: it multiplies moe_intermediate where the config gives no total width
+    "shared_experts": ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"),
+}
+"""Field of `Dims` -> config keys, the first that is present counts; a dot leads into a nested object."""
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a config.json: `text_config` of a multi-modal model, else all of it."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config
+
+
+def read_dims(
+    config: Mapping[str, Any],
+    keys: Mapping[str, tuple[str, ...]],
+    *,
+    shared_width: str = "",
+    query_gate: bool = False,
+    tied_by_default: bool = False,
+) -> Dims:
+    """Sizes from a parsed config.json; the keyword arguments are those of `Architecture`.
+
+    Raises:
+        InputError: a key that every decoder needs is missing; all of them are listed.
+    """
+    text = text_config(config)
+    found = {name: int(_value(text, keys[name])) for name in keys}
+    missing = [keys[name][0] for name in ("layers", "hidden", "vocab", "heads") if not found[name]]
+    if missing:
+        raise InputError(f"config.json lacks {', '.join(missing)}", "check that this folder holds a decoder model")
+    is_mla = found["kv_lora_rank"] > 0
+    nope_rope = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
+    head_dim = nope_rope if is_mla else int(text.get("head_dim") or found["hidden"] // found["heads"])
+    v_head_dim = int(text.get("v_head_dim") or head_dim) if is_mla else head_dim
+    if found["experts"] and not found["moe_intermediate"]:
+        found["moe_intermediate"] = found["intermediate"]
+    shared_experts = found.pop("shared_experts")
+    width = int(_value(text, (shared_width, "shared_expert_intermediate_size")))
+    return Dims(
+        **found,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        query_rows=head_dim * (2 if query_gate else 1),
+        shared_intermediate=width or found["moe_intermediate"] * shared_experts,
+        tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", tied_by_default))),
+    )
+
+
+def _value(text: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
+    for key in keys:
+        value: Any = text
+        for field in key.split("."):
+            value = value.get(field) if isinstance(value, Mapping) else None
+        if value is not None:
+            return value
+    return 0

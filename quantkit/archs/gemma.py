@@ -1,0 +1,13 @@
+"""Gemma 2 and 3: norms on both sides of attention and feed-forward, each multiplying by (1 + weight)."""
+
+from quantkit.archs.base import Architecture
+from quantkit.archs.rules import SANDWICH_NORM_RULES
+
+ARCHITECTURE = Architecture(
+    name="gemma",
+    model_types=("gemma2", "gemma3", "gemma3_text"),
+    layer_rules=SANDWICH_NORM_RULES,
+    norm_offset=1.0,
+    tied_by_default=True,
+    notes="Published configs leave tie_word_embeddings out and mean true.",
+)

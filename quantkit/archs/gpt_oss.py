@@ -1,0 +1,12 @@
+"""gpt-oss: stacked experts with biases, transposed and with gate and up interleaved; attention sinks."""
+
+from quantkit.archs.base import Architecture
+
+ARCHITECTURE = Architecture(
+    name="gpt_oss",
+    model_types=("gpt_oss",),
+    layer_rules={"mlp.router": "router"},
+    experts_transposed=True,
+    gate_up_interleaved=True,
+    notes="Every layer is a mixture; intermediate_size is the experts' width.",
+)
