@@ -7,6 +7,7 @@ parameter is counted once and its scales are counted as bytes only.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -17,16 +18,16 @@ from quantkit.spec.tensorfile import DTYPE_BITS, Header, TensorInfo
 DRAFT_COLUMN = "draft layers"
 SCALE_BYTES = 4  # float32, as every scale that we write
 
-_PAYLOADS = ("weight", "weight_packed", "blocks")
-
-_VALUES_PER_ELEMENT: Mapping[tuple[str, str], int] = {
+_PACKED: Mapping[tuple[str, str], int] = {
     ("weight_packed", "I32"): 8,  # int4
     ("weight_packed", "U8"): 2,  # mxfp4, compressed-tensors
     ("blocks", "U8"): 2,  # mxfp4, gpt-oss
 }
 """(part, dtype) -> values in one stored element, where it is not 1."""
 
-_FP4_IN_I8_SCALES = frozenset({"F8_E8M0"})  # I8 payload with such a scale holds two FP4 values a byte
+_FP4_SCALE = "F8_E8M0"  # an I8 payload with such a scale holds two FP4 values a byte
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +45,18 @@ class Weight:
     @property
     def payload(self) -> TensorInfo | None:
         """The tensor that holds the values; None when only scales are there."""
-        if self.key.part == "bias":
-            return self.parts.get("weight")
-        return next((self.parts[part] for part in _PAYLOADS if part in self.parts), None)
+        plain = self.parts.get("weight")
+        return plain or self.parts.get("weight_packed") or self.parts.get("blocks")
 
     @property
     def values_per_element(self) -> int:
-        part = next((part for part in _PAYLOADS if part in self.parts), "weight")
-        info = self.parts.get(part)
-        if info is not None and info.dtype == "I8":
-            return 2 if any(other.dtype in _FP4_IN_I8_SCALES for other in self.parts.values()) else 1
-        return _VALUES_PER_ELEMENT.get((part, info.dtype), 1) if info is not None else 1
+        plain = self.parts.get("weight")
+        if plain is not None:
+            is_fp4 = plain.dtype == "I8" and any(info.dtype == _FP4_SCALE for info in self.parts.values())
+            return 2 if is_fp4 else 1
+        return next(
+            (_PACKED[part, info.dtype] for part, info in self.parts.items() if (part, info.dtype) in _PACKED), 1
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,24 +81,50 @@ class Weight:
 
 def inventory(arch: Architecture, headers: Iterable[Header]) -> tuple[dict[Key, Weight], list[str]]:
     """All logical tensors by key, in the order of the files, and the names that no rule knows."""
+    parse = _Parser(arch).parse
     weights: dict[Key, Weight] = {}
     unclassified: list[str] = []
     for header in headers:
         for name, info in header.tensors.items():
-            key = arch.parse(name)
+            key = parse(name)
             if key is None:
                 unclassified.append(name)
                 continue
-            part = key.part
-            if part == "bias":
-                part = "weight"
-            elif part != "weight":
+            part = "weight" if key.part == "bias" else key.part
+            if part != "weight":
                 key = key.with_part("weight")
             weight = weights.get(key)
             if weight is None:
                 weight = weights[key] = Weight(key, {})
             weight.parts[part] = info
     return weights, unclassified
+
+
+class _Parser:
+    """`Architecture.parse`, remembered by the name without its numbers: half a million names are a hundred patterns."""
+
+    def __init__(self, arch: Architecture) -> None:
+        self._arch = arch
+        self._seen: dict[str, tuple[Key, int | None, int | None] | None] = {}
+
+    def parse(self, name: str) -> Key | None:
+        pattern = _NUMBER.sub("#", name)
+        if pattern not in self._seen:
+            self._seen[pattern] = self._learn(name)
+        known = self._seen[pattern]
+        if known is None:  # unknown or opaque: the whole name counts
+            return self._arch.parse(name)
+        key, layer_at, expert_at = known
+        numbers = _NUMBER.findall(name)
+        layer = None if layer_at is None else int(numbers[layer_at])
+        expert = None if expert_at is None else int(numbers[expert_at])
+        return Key(layer, key.role, expert, key.part)
+
+    def _learn(self, name: str) -> tuple[Key, int | None, int | None] | None:
+        """Key of the pattern, and which of its numbers are layer and expert: parsed with a different one at each."""
+        places = iter(range(len(name)))
+        key = self._arch.parse(_NUMBER.sub(lambda _: str(next(places)), name))
+        return None if key is None or key.label else (key, key.layer, key.expert)
 
 
 @dataclass
@@ -127,10 +155,11 @@ def columns(arch: Architecture, dims: Dims, weights: Iterable[Weight], recipe: R
         name = column_name(arch, dims, weight.key)
         column = found.setdefault(name, Column(name))
         int8 = is_quantized(arch, recipe, weight)
+        parameters = weight.parameters
         column.tensors += 1
-        column.parameters += weight.parameters
+        column.parameters += parameters
         column.nbytes += weight.nbytes
-        column.quantized += weight.parameters if int8 else 0
+        column.quantized += parameters if int8 else 0
         column.output_nbytes += output_nbytes(weight, int8)
     return sorted(found.values(), key=lambda column: (-column.parameters, column.name))
 
@@ -179,7 +208,7 @@ def native_dtypes(weights: Iterable[Weight]) -> dict[str, int]:
     totals: dict[str, int] = {}
     for weight in weights:
         payload = weight.payload
-        scales = sorted({info.dtype for part, info in weight.parts.items() if info is not payload and "scale" in part})
+        scales = sorted({info.dtype for part, info in weight.parts.items() if "scale" in part})
         name = " + ".join([payload.dtype if payload else "nothing", *(f"{dtype} scale" for dtype in scales)])
         totals[name] = totals.get(name, 0) + weight.nbytes
     return dict(sorted(totals.items(), key=lambda item: (-item[1], item[0])))
