@@ -1,0 +1,27 @@
+"""The `quantkit-runtime` command: a group whose commands are imported on use.
+
+Exit codes: 0 done, 2 bad use, 3 bad input, 4 verification failed (see `quantkit.errors`).
+"""
+
+from __future__ import annotations
+
+from quantkit import __version__
+from quantkit.console import LazyGroup, version_option
+
+COMMANDS = {"smoke-load": "quantkit_runtime.commands.smoke_load"}
+"""Command -> module whose `command` implements it."""
+
+main = LazyGroup(
+    name="quantkit-runtime",
+    commands_by_module=COMMANDS,
+    help="""Run converted weights and prove that they run in INT8.
+
+    \b
+    Example:
+      quantkit-runtime smoke-load OUT --prompt "Once upon a time"
+    """,
+    params=[version_option("quantkit-runtime", __version__)],
+)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""INT8 kernels: a registry of rows, imported on use."""

@@ -1,0 +1,341 @@
+"""The files of one rank, seen by key: opened by their headers, read with pread, checksums checked while reading.
+
+Both output forms and plain checkpoints open the same way. With a manifest every tensor has a checksum and a scheme;
+without one (a source checkpoint, or one that another tool wrote) there is nothing to check against, and the report
+says so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from quantkit.archs import Architecture, Dims, Key, architecture_for
+from quantkit.arithmetic import group_size_for
+from quantkit.console import Progress
+from quantkit.errors import InputError, UsageError
+from quantkit.spec.index import open_checkpoint, read_json
+from quantkit.spec.manifest import Manifest, RankFiles, TensorRecord, manifest_path, read_manifest
+from quantkit.spec.scheme import SCHEMES
+from quantkit.spec.tensorfile import TensorInfo, read_header, read_tensor, torch_dtype
+from quantkit_runtime.errors import BrokenShard, UnsupportedDtype
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor on disk.
+
+    Attributes:
+        file: relative to the folder.
+        info: dtype, shape and place.
+        xxh3: xxh3-128 of its bytes, "" without a manifest.
+        group_size: inputs that share an activation scale when this is an INT8 weight; 0 means one scale per token.
+    """
+
+    file: str
+    info: TensorInfo
+    xxh3: str = ""
+    group_size: int = 0
+
+
+@dataclass
+class Checked:
+    """What the checksums covered so far."""
+
+    names: set[str] = field(default_factory=set)
+    files: set[str] = field(default_factory=set)
+    nbytes: int = 0
+
+
+class ModelFiles:
+    """The tensors of one rank by key.
+
+    Attributes:
+        root: the folder.
+        form: "checkpoint", "sharded", or "source" without a manifest.
+        config: parsed config.json.
+        arch, dims: the family's record and the sizes.
+        tensors: key -> where it lies.
+        aliases: key -> key whose bytes it shares.
+        checked: what was read and compared with its checksum.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        form: str,
+        config: dict[str, Any],
+        tensors: Mapping[Key, Stored],
+        aliases: Mapping[Key, Key],
+        *,
+        verify: bool = True,
+    ) -> None:
+        self.root, self.form, self.config = root, form, config
+        self.arch: Architecture = architecture_for(config)
+        self.dims: Dims = self.arch.dims(config)
+        self.tensors, self.aliases = tensors, aliases
+        self.checked = Checked()
+        self._verify = verify
+        self._open = ExitStack()
+        self._descriptors: dict[str, int] = {}
+        self._fused: dict[Key, Tensor] = {}
+
+    def __enter__(self) -> ModelFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+        self._descriptors.clear()
+        self._fused.clear()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stored.info.nbytes for stored in self.tensors.values())
+
+    def has(self, key: Key) -> bool:
+        return key in self.tensors
+
+    def meta(self, key: Key) -> Tensor:
+        """Shape and dtype of a stored tensor, on torch's `meta` device."""
+        info = self.tensors[key].info
+        return torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta")
+
+    def fetch(self, key: Key, device: torch.device, progress: Progress | None = None) -> Tensor:
+        """Read a stored tensor and check its bytes.
+
+        A fused tensor is kept until the next fused tensor of another layer is asked for, so that the parts cut out of
+        it are views of one buffer.
+
+        Raises:
+            BrokenShard: the file cannot be read, ends early, or the checksum differs.
+        """
+        if key in self._fused:
+            return self._fused[key]
+        tensor = self._read(self.tensors[key])
+        if progress is not None:
+            progress.advance(self.tensors[key].info.nbytes)
+        tensor = tensor.to(device)
+        if self.arch.role(key.role).parts:
+            self._fused = {old: value for old, value in self._fused.items() if old.layer == key.layer}
+            self._fused[key] = tensor
+        return tensor
+
+    def _read(self, stored: Stored) -> Tensor:
+        path = self.root / stored.file
+        try:
+            tensor = read_tensor(self._descriptor(stored.file), stored.info, path=path)
+        except InputError as error:
+            raise BrokenShard(error.message, error.hint) from error
+        if self._verify and stored.xxh3:
+            raw = tensor.reshape(-1).view(torch.uint8).numpy()
+            found = xxhash.xxh3_128_hexdigest(raw.data) if raw.size else xxhash.xxh3_128_hexdigest(b"")
+            if found != stored.xxh3:
+                raise BrokenShard(
+                    f"{path}: the checksum of tensor {stored.info.name} is {found}, the manifest says {stored.xxh3}",
+                    "copy this file again from where it was converted, or convert again; --no-verify loads it as it is",
+                )
+            if stored.info.name not in self.checked.names:
+                self.checked.names.add(stored.info.name)
+                self.checked.files.add(stored.file)
+                self.checked.nbytes += stored.info.nbytes
+        return tensor
+
+    def _descriptor(self, file: str) -> int:
+        """Descriptor of the current file; files are read one after the other, so the previous one is closed."""
+        if file not in self._descriptors:
+            self._open.close()
+            self._descriptors.clear()
+            path = self.root / file
+            try:
+                descriptor = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise BrokenShard(f"{path}: {error.strerror or error}", "copy the missing file") from error
+            self._open.callback(os.close, descriptor)
+            self._descriptors[file] = descriptor
+        return self._descriptors[file]
+
+
+def open_model(root: Path, *, rank: int = 0, verify: bool = True) -> ModelFiles:
+    """Open a converted folder of either form, or a plain checkpoint, for one rank. Reads headers only.
+
+    Raises:
+        InputError: no such folder, no config, no weights, a broken manifest or tensors without a role.
+        BrokenShard: files are missing, have other sizes or other headers than the manifest says.
+        UnsupportedDtype: a layout or activation scheme that this runtime has no kernel for.
+        UsageError: the manifest was made for a mesh of more than one rank.
+    """
+    if not root.is_dir():
+        what = "is a file, not a folder" if root.exists() else "does not exist"
+        raise InputError(f"{root} {what}", "give the folder that `quantkit convert` wrote")
+    config = read_json(root / "config.json")
+    path = manifest_path(root)
+    if path is None:
+        tensors, aliases = _from_headers(root, config), {}
+        return ModelFiles(root, "source", config, tensors, aliases, verify=verify)
+    manifest = read_manifest(path)
+    ranks = _rank_files(manifest, rank)
+    _check_files(root, manifest, ranks)
+    tensors, aliases = _from_manifest(root, manifest, architecture_for(config), ranks)
+    return ModelFiles(root, manifest.form, config, tensors, aliases, verify=verify)
+
+
+def _rank_files(manifest: Manifest, rank: int) -> frozenset[str]:
+    """Weight files of a rank; for the checkpoint form all of them."""
+    mesh = manifest.mesh
+    if mesh.world != 1 or mesh.ep != 1 or rank != 0:
+        raise UsageError(
+            f"these shards are made for tp={mesh.tp} pp={mesh.pp} ep={mesh.ep} dp={mesh.dp}; "
+            f"this runtime loads rank 0 of a mesh of one",
+            "convert again with --tp 1 --pp 1 --ep 1 --dp 1, or load the checkpoint form",
+        )
+    mine: list[RankFiles] = [row for row in manifest.ranks if row.rank == rank]
+    if manifest.form == "sharded" and not mine:
+        raise InputError(f"the manifest lists no files for rank {rank}", "convert again")
+    return frozenset(mine[0].files) if mine else frozenset(record.file for record in manifest.tensors)
+
+
+def _check_files(root: Path, manifest: Manifest, names: frozenset[str]) -> None:
+    """Hold the rank's files against the manifest: all there, of the recorded size."""
+    problems = []
+    for file in manifest.files:
+        if file.name not in names:
+            continue
+        try:
+            size = (root / file.name).stat().st_size
+        except OSError as error:
+            problems.append(f"{file.name}: {error.strerror or error}")
+            continue
+        if size != file.size:
+            problems.append(f"{file.name}: {size} bytes, the manifest says {file.size}")
+    if problems:
+        raise BrokenShard(f"{root}: files are missing or damaged", "copy these files again", items=problems)
+
+
+def _from_manifest(
+    root: Path, manifest: Manifest, arch: Architecture, names: frozenset[str]
+) -> tuple[dict[Key, Stored], dict[Key, Key]]:
+    tensors: dict[Key, Stored] = {}
+    key_of: dict[str, Key] = {}
+    records = [record for record in manifest.tensors if record.file in names]
+    for record in records:
+        key = _key_of(record, arch) if manifest.form == "checkpoint" else _shard_key(record)
+        key_of[record.name] = key
+        if not record.alias:
+            tensors[key] = _stored(record)
+    _check_headers(root, [record for record in records if not record.alias])
+    aliases = {key_of[record.name]: key_of[record.alias] for record in records if record.alias}
+    return tensors, aliases
+
+
+def _stored(record: TensorRecord) -> Stored:
+    info = TensorInfo(record.name, record.dtype, record.shape, record.offset, record.offset + record.nbytes)
+    scheme = SCHEMES.get(record.scheme)
+    if scheme is None or record.layout != "plain":
+        raise UnsupportedDtype(
+            f"{record.name}: scheme {record.scheme} in layout {record.layout} has no kernel here",
+            "convert again with the plain layout",
+            choices=tuple(SCHEMES),
+        )
+    group = group_size_for(record.global_shape[-1], scheme.group_size) if scheme.group_size else 0
+    return Stored(record.file, info, record.xxh3, group)
+
+
+def _key_of(record: TensorRecord, arch: Architecture) -> Key:
+    key = arch.parse(record.name)
+    if key is None or (key.layer, key.role) != (record.layer, record.role):
+        return Key(record.layer, record.role, None, record.part, label=record.name)
+    return key
+
+
+def _shard_key(record: TensorRecord) -> Key:
+    """Key of a tensor in a shard, whose name is `Key.shard_name`."""
+    key = Key(record.layer, record.role, None, record.part)
+    if record.name == key.shard_name:
+        return key
+    prefix = key.shard_name.removesuffix(record.part)
+    rest = record.name.removeprefix(prefix).removesuffix(f".{record.part}")
+    found = key._replace(expert=int(rest)) if rest.isdigit() else key._replace(label=rest)
+    if found.shard_name != record.name:
+        raise InputError(
+            f"the manifest's tensor {record.name} is not named by its layer and role ({found.shard_name})",
+            "convert again",
+        )
+    return found
+
+
+def _check_headers(root: Path, records: list[TensorRecord]) -> None:
+    """The files' own headers must say what the manifest says: a file that was swapped is found before reading."""
+    problems: list[str] = []
+    by_file: dict[str, dict[str, TensorRecord]] = {}
+    for record in records:
+        by_file.setdefault(record.file, {})[record.name] = record
+    for file, wanted in by_file.items():
+        try:
+            found = read_header(root / file).tensors
+        except InputError as error:
+            raise BrokenShard(error.message, error.hint) from error
+        problems += [f"{file}: {name} is not in the manifest" for name in found if name not in wanted]
+        for name, record in wanted.items():
+            info = found.get(name)
+            if info is None:
+                problems.append(f"{file}: {name} is not in the file")
+            elif (info.dtype, info.shape, info.start) != (record.dtype, record.shape, record.offset):
+                problems.append(
+                    f"{file}: {name} is {info.dtype} {list(info.shape)} at {info.start}, the manifest says "
+                    f"{record.dtype} {list(record.shape)} at {record.offset}"
+                )
+    if problems:
+        raise BrokenShard(f"{root}: files and manifest disagree", "copy these files again", items=problems)
+
+
+def _from_headers(root: Path, config: dict[str, Any]) -> dict[Key, Stored]:
+    """Tensors of a checkpoint without a manifest."""
+    _check_foreign_scheme(root, config)
+    arch = architecture_for(config)
+    try:
+        index = open_checkpoint(root)
+    except InputError as error:
+        raise BrokenShard(error.message, error.hint, items=error.items) from error
+    tensors: dict[Key, Stored] = {}
+    unknown = []
+    for name, file in index.file_of.items():
+        key = arch.parse(name)
+        if key is None:
+            unknown.append(name)
+        else:
+            tensors[key] = Stored(file, index.info(name))
+    if unknown:
+        raise InputError(
+            f"{len(unknown)} tensors of {root} have no role (architecture record: {arch.name})",
+            "add a layer rule to the record in quantkit/archs",
+            items=unknown,
+        )
+    return tensors
+
+
+def _check_foreign_scheme(root: Path, config: dict[str, Any]) -> None:
+    """A checkpoint of another tool must say W8A8 with dynamic per-token activations, if it says anything."""
+    declared = config.get("quantization_config")
+    if not isinstance(declared, dict):
+        return
+    problems = []
+    if declared.get("format") != "int-quantized":
+        problems.append(f"format is {declared.get('format')!r} (quant_method {declared.get('quant_method')!r})")
+    for name, group in (declared.get("config_groups") or {}).items():
+        inputs = (group or {}).get("input_activations") or {}
+        if (inputs.get("strategy"), inputs.get("dynamic"), inputs.get("symmetric")) != ("token", True, True):
+            problems.append(f"{name}: activations are not symmetric, dynamic and per token")
+    if problems:
+        raise UnsupportedDtype(
+            f"{root / 'config.json'} declares a quantization that this runtime does not execute",
+            "convert the source checkpoint with `quantkit convert`",
+            items=problems,
+        )

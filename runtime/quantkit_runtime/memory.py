@@ -1,0 +1,104 @@
+"""The memory table: planned from headers before anything is read, measured afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.archs import Dims
+from quantkit.arithmetic import EXACT_F32_K
+from quantkit_runtime.errors import OutOfMemory
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Planned bytes.
+
+    Attributes:
+        weights: memory column of the role -> bytes, scales counted apart.
+        scales: of INT8 weights.
+        kv_cache: keys and values of all layers for the planned tokens, as transformers' cache keeps them.
+        workspace: estimate of the largest temporary tensors of a forward.
+        tokens: positions that the cache was planned for.
+        free: bytes that could be allocated when the plan was made.
+    """
+
+    weights: Mapping[str, int]
+    scales: int
+    kv_cache: int
+    workspace: int
+    tokens: int
+    free: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.weights.values()) + self.scales + self.kv_cache + self.workspace
+
+    def rows(self) -> list[tuple[str, int]]:
+        weights = [(f"weights: {column}", size) for column, size in sorted(self.weights.items())]
+        rest = [("weights: scales", self.scales), (f"KV cache ({self.tokens} tokens)", self.kv_cache)]
+        return [*weights, *rest, ("workspace (estimate)", self.workspace)]
+
+
+def kv_bytes(dims: Dims, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of keys and values of `tokens` positions in transformers' cache, which keeps latent attention (MLA)
+    expanded per head: layers x tokens x heads x (key size + value size)."""
+    heads = dims.heads if dims.is_mla else dims.kv_heads
+    return dims.layers * tokens * heads * (dims.head_dim + dims.v_head_dim) * dtype.itemsize
+
+
+def workspace_bytes(dims: Dims, prompt_tokens: int, dtype: torch.dtype, *, on_cpu: bool) -> int:
+    """Estimate of a forward's temporaries: logits in the compute dtype and float32, four copies of the widest
+    activation, and on the CPU one chunk of the widest weight as float32 (see `kernels.reference`)."""
+    width = max(dims.intermediate, 2 * dims.moe_intermediate, dims.shared_intermediate, dims.heads * dims.head_dim)
+    logits = prompt_tokens * dims.vocab * (dtype.itemsize + 4)
+    activations = 4 * prompt_tokens * max(width, dims.hidden) * 4
+    chunk = width * min(EXACT_F32_K, max(width, dims.hidden)) * 4 if on_cpu else 0
+    return logits + activations + chunk
+
+
+def require(plan: MemoryPlan) -> None:
+    """Refuse before reading what cannot fit.
+
+    Raises:
+        OutOfMemory: the plan exceeds what is free.
+    """
+    if plan.total > plan.free:
+        raise _error(plan, f"{_gib(plan.total)} are needed and {_gib(plan.free)} are free")
+
+
+@contextmanager
+def out_of_memory_as_error(plan: MemoryPlan) -> Iterator[None]:
+    """Turn an allocation failure of Python or torch into an `OutOfMemory` that shows what was planned."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise _error(plan, "an allocation failed") from error
+    except RuntimeError as error:
+        # torch's CPU allocator has no exception class of its own
+        if "can't allocate memory" not in str(error):
+            raise
+        raise _error(plan, "an allocation failed") from error
+
+
+def _error(plan: MemoryPlan, what: str) -> OutOfMemory:
+    return OutOfMemory(
+        f"not enough memory: {what}",
+        "free memory, shorten the prompt or --max-new-tokens, use more cards (`quantkit plan`), or --device cpu",
+        items=[f"{name}: {_gib(size)}" for name, size in plan.rows()],
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def by_column(rows: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Sum (column, bytes) rows."""
+    total: dict[str, int] = {}
+    for column, size in rows:
+        total[column] = total.get(column, 0) + size
+    return total

@@ -1,0 +1,204 @@
+"""The smoke test: load one rank, run a forward, generate, account for every GEMM and every byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.arithmetic import quantize_tokens
+from quantkit.errors import VerificationError
+from quantkit_runtime import device as devices
+from quantkit_runtime.account import GemmRow, Verdict
+from quantkit_runtime.generate import Generated, greedy, load_tokenizer, stop_tokens
+from quantkit_runtime.graft import LoadedModel, load_model
+from quantkit_runtime.layers import Int8Experts
+from quantkit_runtime.memory import MemoryPlan
+
+SELF_TEST_TOKENS = 3
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command was asked for."""
+
+    root: Path
+    device: str = "auto"
+    dtype: str = "auto"
+    prompt: str = "The"
+    max_new_tokens: int = 32
+    verify: bool = True
+
+
+@dataclass(frozen=True)
+class Result:
+    """Everything that the command reports.
+
+    Attributes:
+        loaded: the model.
+        logits_shape: of the forward over the prompt.
+        logits_finite: whether all of them are finite.
+        text: prompt and generated text.
+        generated: token ids and cache.
+        rows, verdict: GEMMs by kernel and dtype, INT8 against expected.
+        memory_before, memory_after: bytes held by the process (host) or allocated on the card.
+        memory_peak: largest amount allocated on the card; 0 on the host, where it is not measured.
+    """
+
+    loaded: LoadedModel
+    logits_shape: tuple[int, ...]
+    logits_finite: bool
+    text: str
+    generated: Generated
+    rows: tuple[GemmRow, ...]
+    verdict: Verdict
+    memory_before: int
+    memory_after: int
+    memory_peak: int
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict.passed and self.logits_finite
+
+
+Hook = Callable[[LoadedModel], None]
+
+
+def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, on_loaded: Hook | None = None) -> Result:
+    """Load, run and count. The verdict is in the result; `require` turns a bad one into an error.
+
+    Args:
+        on_plan: sees the memory plan before anything is read.
+        on_loaded: sees the loaded model before it runs.
+    """
+    device = devices.resolve(options.device)
+    dtype = devices.compute_dtype(options.dtype, device)
+    tokenizer = load_tokenizer(options.root)
+    ids = tokenizer(options.prompt, return_tensors="pt").input_ids
+    before = device.used_memory()
+    loaded = load_model(
+        options.root,
+        device,
+        dtype,
+        verify=options.verify,
+        cache_tokens=ids.shape[1] + options.max_new_tokens,
+        prompt_tokens=ids.shape[1],
+        on_plan=on_plan,
+    )
+    if on_loaded is not None:
+        on_loaded(loaded)
+    ids = ids.to(device.torch)
+    with torch.no_grad(), loaded.trace():
+        logits = loaded.model(input_ids=ids, use_cache=False).logits
+        generated = greedy(loaded.model, ids, options.max_new_tokens, stop_tokens(options.root))
+    test_unrouted(loaded)
+    return Result(
+        loaded=loaded,
+        logits_shape=tuple(logits.shape),
+        logits_finite=bool(torch.isfinite(logits).all()),
+        text=tokenizer.decode([*ids[0].tolist(), *generated.tokens], skip_special_tokens=True),
+        generated=generated,
+        rows=tuple(loaded.account.rows()),
+        verdict=loaded.account.verdict(),
+        memory_before=before,
+        memory_after=device.used_memory(),
+        memory_peak=int(torch.cuda.max_memory_allocated()) if device.torch.type == "cuda" else 0,
+    )
+
+
+def test_unrouted(loaded: LoadedModel) -> None:
+    """Run each expert that no token reached once, and hold the result against float64.
+
+    Raises:
+        VerificationError: a kernel's result is off.
+    """
+    ran = loaded.account.ran_int8("forward")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad(), loaded.account.self_test():
+        for name, module in loaded.model.named_modules():
+            if not isinstance(module, Int8Experts):
+                continue
+            k = module.weight.shape[-1]
+            x = torch.randn(SELF_TEST_TOKENS, k, generator=generator).to(module.weight.device)
+            for expert, names in enumerate(module.names):
+                if not ran.issuperset(names):
+                    _compare(module, x, expert, f"{name}, expert {expert}")
+
+
+def _compare(module: Int8Experts, x: Tensor, expert: int, name: str) -> None:
+    got = module(x, expert).double()
+    q, scale = quantize_tokens(x, module.group_size or None)
+    x_dequantized = (q.double().unflatten(-1, (scale.shape[-1], -1)) * scale.double().unsqueeze(-1)).flatten(-2)
+    want = x_dequantized @ (module.weight[expert].double() * module.weight_scale[expert].double()).T
+    limit = 1e-5 * float(want.abs().max()) + 1e-30
+    error = float((got - want).abs().max())
+    if not error <= limit:
+        raise VerificationError(
+            f"{name}: the INT8 kernel is off by {error:.3g}, allowed {limit:.3g}",
+            "report the card, its driver and this shape; another kernel can be put first in kernels/registry.py",
+        )
+
+
+test_unrouted.__test__ = False  # type: ignore[attr-defined]
+
+
+def require(result: Result) -> None:
+    """Raise what is wrong with a result.
+
+    Raises:
+        VerificationError: a GEMM that the files hold in INT8 ran otherwise or never, or logits are not finite.
+    """
+    verdict = result.verdict
+    if not verdict.passed:
+        items = [f"{name}: ran in floating point" for name in verdict.fallbacks]
+        items += [f"{name}: never ran in INT8" for name in verdict.missing]
+        raise VerificationError(
+            f"{len(items)} of {verdict.expected} GEMMs that the files hold in INT8 did not run in INT8",
+            "the runtime or a patched model bypasses INT8 layers; run again without patches and report it",
+            items=items,
+        )
+    if not result.logits_finite:
+        raise VerificationError("the logits of the prompt are not finite", "compare with --dtype float32")
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """The machine-readable report."""
+    loaded, plan = result.loaded, result.loaded.memory
+    return {
+        "passed": result.passed,
+        "form": loaded.files.form,
+        "architecture": loaded.files.arch.name,
+        "device": {
+            "name": loaded.device.name,
+            "arch": loaded.device.arch,
+            "family": loaded.device.family,
+            "stack": loaded.device.stack,
+        },
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "checksums": {
+            "tensors": len(loaded.checked.names),
+            "files": len(loaded.checked.files),
+            "bytes": loaded.checked.nbytes,
+        },
+        "unused_tensors": list(loaded.unused),
+        "memory": {
+            "planned": {**dict(plan.rows()), "total": plan.total},
+            "free_before": plan.free,
+            "used_before": result.memory_before,
+            "used_after": result.memory_after,
+            "peak": result.memory_peak,
+            "kv_cache_measured": result.generated.cache_bytes,
+        },
+        "forward": {"logits_shape": list(result.logits_shape), "finite": result.logits_finite},
+        "generated": {
+            "text": result.text,
+            "tokens": list(result.generated.tokens),
+            "stopped": result.generated.stopped,
+        },
+        "gemms": [asdict(row) for row in result.rows],
+        "int8": {**asdict(result.verdict), "run": result.verdict.forward + result.verdict.self_tested},
+    }
