@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import stat
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,8 +23,14 @@ from quantkit.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-MAX_HEADER_BYTES = 512 * 1024 * 1024
-"""Bound on the header; 500,000 tensors with long names need about 90 MB."""
+MAX_HEADER_BYTES = 100_000_000
+"""Bound on the header, the safetensors package's own: longer ones no other reader opens."""
+
+MAX_DIMENSIONS = 64
+"""Bound on the number of dimensions, numpy's and torch's own."""
+
+_MAX_BITS = 2**63
+_MINUS = re.compile(rb"[:,\[]\s*-")
 
 DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8,
@@ -119,29 +127,18 @@ def read_header(path: Path) -> Header:
     Raises:
         InputError: the file is missing, truncated, has trailing bytes, or its header is not consistent.
     """
+    fd = open_regular(path)
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            if len(prefix) < 8:
-                raise _broken(path, f"it has {size} bytes, too few for a header")
-            length = struct.unpack("<Q", prefix)[0]
-            if length > MAX_HEADER_BYTES or 8 + length > size:
-                raise _broken(path, f"its header claims {length} bytes, the file has {size}")
-            raw = file.read(length)
-    except OSError as error:
-        raise InputError(
-            f"{path}: {error.strerror or error}", "check the path and that the copy is complete"
-        ) from error
-    try:
-        table = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise _broken(path, f"its header is not JSON ({error})") from error
-    if not isinstance(table, dict):
-        raise _broken(path, "its header is not an object")
-    metadata = table.pop("__metadata__", {})
-    if not isinstance(metadata, dict):
-        raise _broken(path, "its metadata is not an object")
+        size = os.fstat(fd).st_size
+        if size < 8:
+            raise _broken(path, f"it has {size} bytes, too few for a header")
+        length = struct.unpack("<Q", _read_bytes(fd, 8, 0, path))[0]
+        if length > MAX_HEADER_BYTES or 8 + length > size:
+            raise _broken(path, f"its header claims {length} bytes, the file has {size}")
+        raw = _read_bytes(fd, length, 8, path)
+    finally:
+        os.close(fd)
+    table, metadata = _parse_table(path, raw)
     payload_start = 8 + length
     tensors = [_entry(path, name, row, payload_start) for name, row in table.items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
@@ -156,22 +153,110 @@ def read_header(path: Path) -> Header:
     return Header(path, {tensor.name: tensor for tensor in tensors}, metadata, payload_start, size)
 
 
+def open_regular(path: Path) -> int:
+    """Descriptor of a regular file, for reading; a pipe or a device is refused without waiting for it.
+
+    Raises:
+        InputError: it is missing, may not be read, or is not a regular file.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise InputError(
+            f"{path}: {reason}", "check the path, its permissions and that the copy is complete"
+        ) from error
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        what = "a folder" if stat.S_ISDIR(mode) else "a pipe or device"
+        raise InputError(f"{path} is {what}, not a file", "check that the copy is complete")
+    return fd
+
+
+def _read_bytes(fd: int, count: int, offset: int, path: Path) -> bytearray:
+    raw = bytearray(count)
+    pread_exact(fd, memoryview(raw), offset, str(path))
+    return raw
+
+
+def _parse_table(path: Path, raw: bytearray) -> tuple[dict[str, Any], dict[str, str]]:
+    """Header JSON -> rows by tensor name, and metadata."""
+    if not raw.startswith(b"{"):
+        raise _broken(path, "its header does not begin with {")
+    # most headers hold neither escapes nor anything that could be a negative number: no need to look at each value
+    hooks: dict[str, Any] = {"object_pairs_hook": _unique}
+    if b"\\u" in raw:
+        hooks["object_pairs_hook"] = _unique_and_encodable
+    if _MINUS.search(raw):
+        hooks["parse_int"] = _unsigned
+    try:
+        # decoded here: json would take bytes for UTF-16 where they look like it
+        table = json.loads(raw.decode("utf-8"), parse_float=_no_number, parse_constant=_no_number, **hooks)
+    except (ValueError, RecursionError) as error:
+        raise _broken(path, f"its header is not JSON ({error})") from error
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _broken(path, "its metadata is not an object of strings")
+    return table, metadata
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object's dict; a repeated key, of which json would keep the last silently, is an error."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice!r} stands twice in one object")
+    return found
+
+
+def _unique_and_encodable(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """As `_unique`; a lone surrogate, which JSON can spell and UTF-8 cannot, raises a ValueError too."""
+    for key, value in pairs:
+        key.encode()
+        if isinstance(value, str):
+            value.encode()
+    return _unique(pairs)
+
+
+def _unsigned(text: str) -> int:
+    if text.startswith("-"):
+        raise ValueError(f"{text[:40]} is negative")
+    return int(text)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text[:40]} is not an unsigned number")
+
+
 def _entry(path: Path, name: str, row: Any, payload_start: int) -> TensorInfo:
     if not isinstance(row, dict) or not {"dtype", "shape", "data_offsets"} <= row.keys():
         raise _broken(path, f"the header entry of {name} is incomplete")
     dtype, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise InputError(
-            f"{path}: tensor {name} has the unsupported dtype {dtype}",
+            f"{path}: tensor {name} has the unsupported dtype {dtype!r}",
             "convert it with the tool that wrote it",
             choices=sorted(DTYPE_BITS),
         )
     if not _all_sizes(shape) or not _all_sizes(offsets) or len(offsets) != 2:
         raise _broken(path, f"shape or offsets of {name} are not lists of sizes")
+    if len(shape) > MAX_DIMENSIONS or _overflows(DTYPE_BITS[dtype], shape):
+        raise _broken(path, f"the shape of {name} is beyond all bounds")
     start, end = offsets
     if end - start != tensor_nbytes(dtype, shape):
         raise _broken(path, f"{name} is {dtype} {shape} but takes {end - start} bytes")
     return TensorInfo(name, dtype, tuple(shape), payload_start + start, payload_start + end)
+
+
+def _overflows(bits: int, shape: list[int]) -> bool:
+    """Whether the running product leaves 63 bits, even if a zero follows: the package's reader refuses that too."""
+    for size in shape:
+        bits *= size
+        if bits >= _MAX_BITS:
+            return True
+    return False
 
 
 def _all_sizes(value: Any) -> bool:
@@ -219,12 +304,19 @@ def pread_exact(fd: int, buffer: memoryview, offset: int, what: str) -> None:
 
 
 def read_tensor(fd: int, info: TensorInfo, rows: tuple[int, int] | None = None, *, path: Path) -> torch.Tensor:
-    """Read a tensor, or `rows` [start, stop) along its first dimension, into memory of its own."""
+    """Read a tensor, or `rows` [start, stop) along its first dimension, into memory of its own.
+
+    Raises:
+        InputError: read error or early end of file.
+        ValueError: rows outside the tensor; neighbours' bytes are never returned.
+    """
     import torch
 
     shape, start, nbytes = info.shape, info.start, info.nbytes
     if rows is not None:
-        row_bytes = nbytes // shape[0]
+        if not shape or not 0 <= rows[0] <= rows[1] <= shape[0]:
+            raise ValueError(f"rows {rows} of {info.name} {list(shape)}")
+        row_bytes = nbytes // max(shape[0], 1)
         shape = (rows[1] - rows[0], *shape[1:])
         start, nbytes = start + rows[0] * row_bytes, (rows[1] - rows[0]) * row_bytes
     raw = torch.empty(nbytes, dtype=torch.uint8)
