@@ -1,0 +1,1 @@
+"""Calibration texts for static quantization, with their sources and the script that rebuilds them."""
