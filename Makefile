@@ -36,7 +36,7 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo test lint format smollm2 clean
+.PHONY: help venv demo test lint lint-format lint-rules lint-types format smollm2 clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -74,9 +74,16 @@ smollm2: venv  ## fetch SmolLM2-135M-Instruct, the real dense model of the tests
 test: venv smollm2  ## run all tests
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(OFFLINE) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-lint: venv  ## check format, lint rules and types
+# Three targets, so that `make -k lint` reports everything and not only the first kind of finding.
+lint: lint-format lint-rules lint-types  ## check format, lint rules and types
+
+lint-format: venv
 	$(BIN)/python -m ruff format --check .
+
+lint-rules: venv
 	$(BIN)/python -m ruff check .
+
+lint-types: venv
 	$(BIN)/python -m mypy
 
 format: venv  ## rewrite the code to the project's format and fix what can be fixed safely
