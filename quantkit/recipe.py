@@ -87,7 +87,8 @@ class Recipe(_Strict):
         description: one sentence on when to use it.
         scheme: of every GEMM whose role is quantized by default.
         rules: exceptions, the first that matches counts.
-        roles: name pattern -> role for tensors that no architecture record knows.
+        roles: name pattern -> role for tensors that no architecture record knows: `layers.*.NAME` below every layer,
+            `NAME` outside the layers, `NAME.**` for a subtree.
         mtp: what happens to draft layers.
         calibration: how text is drawn.
     """

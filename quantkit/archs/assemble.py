@@ -91,12 +91,12 @@ class Location(NamedTuple):
 
     Attributes:
         key: a key that the source stores.
-        index: expert along dimension 0 of a stacked tensor, None when it is not stacked.
+        slot: expert along dimension 0 of a stacked tensor, None when it is not stacked.
         start, stop: rows of the matrix in canonical orientation (elements of a bias).
     """
 
     key: Key
-    index: int | None
+    slot: int | None
     start: int
     stop: int
 

@@ -22,7 +22,7 @@ from quantkit.archs.rules import (
     PARTS,
 )
 
-__all__ = ["PARTS", "Architecture", "Dims", "rule_for", "text_config"]
+__all__ = ["PARTS", "Architecture", "Dims", "split_name", "text_config"]
 
 _Lookup = Callable[[str], str | None]
 _LAYER = re.compile(r"(?:layers|blocks|h)\.(\d+)\.")
@@ -90,19 +90,12 @@ class Architecture:
         `model.layers.3.block_sparse_moe.experts.7.w2.weight` -> (3, "expert.down", 7, "weight") and
         `model.layers.3.mlp.experts.down_proj` -> (3, "expert.down", None, "weight").
         """
-        bare = _strip_prefixes(name)
-        first = bare.split(".", 1)[0]
+        layer, expert, rest = split_name(name)
+        if layer is not None:
+            return self._match(layer, expert, rest, self.layer_role)
+        first = rest.split(".", 1)[0]
         opaque = self.opaque_prefixes.get(first) or DEFAULT_OPAQUE_PREFIXES.get(first)
-        if opaque:
-            return Key(None, opaque, label=name)
-        found = _LAYER.match(bare)
-        if not found:
-            return self._match(None, None, bare, self.model_role)
-        layer, rest = int(found[1]), bare[found.end() :]
-        expert = _EXPERT.search(rest)
-        if expert:
-            rest = rest[: expert.start(1)] + "*" + rest[expert.end(1) :]
-        return self._match(layer, int(expert[1]) if expert else None, rest, self.layer_role)
+        return Key(None, opaque, label=name) if opaque else self._match(None, None, rest, self.model_role)
 
     def _match(self, layer: int | None, expert: int | None, rest: str, lookup: _Lookup) -> Key | None:
         stem, _, last = rest.rpartition(".")
@@ -112,22 +105,14 @@ class Architecture:
         candidates += [(rest.removesuffix(f"_{part}"), part) for part in JOINED_PARTS if rest.endswith(f"_{part}")]
         for candidate, part in candidates:
             role = lookup(candidate)
-            if role is None:
-                role = self._opaque_subtree(candidate, lookup)
             if role is not None:
-                opaque = self.role(role).kind is Kind.OPAQUE
-                return Key(layer, role, expert, "weight" if opaque else part, rest if opaque else "")
-        return None
+                return self._key(layer, role, expert, part, rest)
+        role = _subtree(rest, lookup)  # an exact rule wins over the subtree that it lies in
+        return None if role is None else self._key(layer, role, expert, "weight", rest)
 
-    @staticmethod
-    def _opaque_subtree(rest: str, lookup: _Lookup) -> str | None:
-        """A rule that ends in `.**` (`self_attn.indexer.**`) claims everything below it."""
-        fields = rest.split(".")
-        for end in range(len(fields) - 1, 0, -1):
-            role = lookup(".".join(fields[:end]) + ".**")
-            if role:
-                return role
-        return None
+    def _key(self, layer: int | None, role: str, expert: int | None, part: str, rest: str) -> Key:
+        opaque = self.role(role).kind is Kind.OPAQUE
+        return Key(layer, role, expert, "weight" if opaque else part, rest if opaque else "")
 
     def dims(self, config: Mapping[str, Any]) -> Dims:
         """Sizes from a parsed config.json (the text part of a multi-modal one).
@@ -144,25 +129,24 @@ class Architecture:
         )
 
 
-def rule_for(name: str) -> str:
-    """The rule that would classify a tensor's name, as a recipe's `roles:` writes it.
-
-    Below a layer: `layers.*.` and the name without its part, `*` for the expert. Outside: the bare name; of an
-    unknown tower with layers of its own, the whole subtree (`audio_tower.**`).
-    """
+def split_name(name: str) -> tuple[int | None, int | None, str]:
+    """(layer, expert, rest) of a tensor's name: `rest` is what rules match, with `*` for the expert."""
     bare = _strip_prefixes(name)
     found = _LAYER.match(bare)
-    rest = bare[found.end() :] if found else bare
-    if not found and re.search(r"\.\d+\.", rest):
-        return rest.split(".", 1)[0] + ".**"
-    rest = re.sub(r"(^|\.)experts\.\d+\.", r"\1experts.*.", rest)
-    stem, _, last = rest.rpartition(".")
-    if stem and last in PARTS:
-        rest = stem
-    else:
-        joined = [part for part in JOINED_PARTS if rest.endswith(f"_{part}")]
-        rest = rest.removesuffix(f"_{joined[0]}") if joined else rest
-    return f"layers.*.{rest}" if found else rest
+    if not found:
+        return None, None, bare
+    rest = bare[found.end() :]
+    expert = _EXPERT.search(rest)
+    if not expert:
+        return int(found[1]), None, rest
+    return int(found[1]), int(expert[1]), rest[: expert.start(1)] + "*" + rest[expert.end(1) :]
+
+
+def _subtree(rest: str, lookup: _Lookup) -> str | None:
+    """Role of the innermost rule ending in `.**` that claims a name."""
+    fields = rest.split(".")
+    ends = range(len(fields) - 1, 0, -1)
+    return next((role for end in ends if (role := lookup(".".join(fields[:end]) + ".**"))), None)
 
 
 def _strip_prefixes(name: str) -> str:

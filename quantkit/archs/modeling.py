@@ -14,26 +14,38 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.archs.base import Architecture, Dims
+from quantkit.archs.registry import architecture_for
 from quantkit.archs.roles import Key
 from quantkit.errors import InputError
+from quantkit.spec.index import read_json
 
 
 def load_config(root: Path, *, trust_remote_code: bool = False) -> Any:
-    """transformers' config object of a checkpoint folder, without its `quantization_config`.
+    """transformers' config object of a checkpoint's language model, without its `quantization_config`.
+
+    Of a vision-language checkpoint it is the text part. A model type that is another one's under a new name
+    (`Architecture.class_of`) gets that one's config.
 
     Raises:
         InputError: this transformers does not know the model type.
     """
     from transformers import AutoConfig
 
+    raw = read_json(root / "config.json")
+    same_as = architecture_for(raw).class_of.get(str(raw.get("model_type")))
     try:
-        config = AutoConfig.from_pretrained(root, trust_remote_code=trust_remote_code)
+        if same_as:
+            known = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map")}
+            config = AutoConfig.for_model(same_as, **known)
+        else:
+            config = AutoConfig.from_pretrained(root, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise InputError(
             f"transformers cannot read {root / 'config.json'}: {first_line}",
             "install a transformers that knows this model type",
         ) from error
+    config = config.get_text_config()
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config

@@ -10,22 +10,21 @@ import hashlib
 import json
 import math
 import os
-import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.archs import ROLES, Architecture, Dims, Key, architecture_for
+from quantkit.archs import ROLES, Architecture, Dims, Key, architecture_for, roles_snippet, unused_patterns, with_roles
 from quantkit.archs.assemble import assemble
 from quantkit.archs.base import PARTS
 from quantkit.checkpoint.formats import FormatContext, NativeFormat, ReadPart, disagreements, recognise
-from quantkit.errors import InputError
+from quantkit.errors import InputError, UsageError
 from quantkit.spec.index import CheckpointIndex, open_checkpoint, read_json
 from quantkit.spec.tensorfile import DTYPE_BITS, TensorInfo, read_tensor
 
@@ -147,6 +146,12 @@ class Source:
             self.arch = with_roles(self.arch, extra_roles)
         self.dims: Dims = self.arch.dims(self.config)
         self.index: CheckpointIndex = open_checkpoint(root, ignore_index=ignore_index)
+        if unused := unused_patterns(extra_roles or (), self.index.names):
+            raise UsageError(
+                f"`roles:` of the recipe has patterns that fit no tensor of {root}",
+                "remove or correct them",
+                items=unused,
+            )
         self._files = OpenFiles(root)
         self.context = FormatContext.from_config(self.config)
         self.entries, self.unclassified = self._classify()
@@ -173,11 +178,11 @@ class Source:
     def require_classified(self) -> None:
         """Raise an InputError that lists every tensor without a role and how to add a rule."""
         if self.unclassified:
-            snippet = ", ".join(f'"{rule_pattern(name)}": ROLE' for name in self.unclassified[:1])
             raise InputError(
                 f"{len(self.unclassified)} tensors of {self.root} have no role (architecture record: {self.arch.name})",
-                f"add `roles: {{{snippet}}}` to the recipe, with a role of quantkit/archs/roles.py",
+                f"add this to the recipe, with a role for each ROLE\n{roles_snippet(self.unclassified)}",
                 items=self.unclassified,
+                choices=sorted({**ROLES, **self.arch.roles}),
             )
 
     def has(self, key: Key) -> bool:
@@ -262,21 +267,6 @@ def module_name(name: str) -> str:
     """A tensor's name without its part; a bare parameter's name is its own."""
     stem, _, last = name.rpartition(".")
     return stem if stem and last in PARTS else name
-
-
-def with_roles(arch: Architecture, extra: Mapping[str, str]) -> Architecture:
-    """The record with a recipe's `roles:` added: pattern below the layer, or full name outside, -> role."""
-    unknown = sorted(role for role in extra.values() if role not in {**ROLES, **arch.roles})
-    if unknown:
-        raise InputError("the recipe's roles name unknown roles", items=unknown, choices=sorted(ROLES))
-    return replace(arch, layer_rules={**arch.layer_rules, **extra}, model_rules={**arch.model_rules, **extra})
-
-
-def rule_pattern(name: str) -> str:
-    """The rule that would classify `name`: below its layer, `*` for the expert, without its part."""
-    below = re.sub(r"^.*?\b(?:layers|blocks|h)\.\d+\.", "", name)
-    below = re.sub(r"(^|\.)experts\.\d+\.", r"\1experts.*.", below)
-    return re.sub(r"\.(weight|bias)$", "", below)
 
 
 def _group(arch: Architecture, index: CheckpointIndex) -> tuple[dict[Key, dict[str, TensorInfo]], list[str]]:
