@@ -1,0 +1,1 @@
+"""Conversion: plan everything, then write it, then verify it."""

@@ -1,0 +1,167 @@
+"""The data of planned tensors, streamed from a source in bounded pieces.
+
+Shape suffixes: N output rows, K input columns. Memory: `READ_ELEMENTS` values of the source in its dtype and in
+float32; one expert's matrix where experts are stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.archs import Key
+from quantkit.archs.assemble import Location, assemble
+from quantkit.arithmetic import SCALE_FLOOR, channel_scales, quantize
+from quantkit.checkpoint.formats import int8_channel
+from quantkit.checkpoint.reader import OpenFiles, Source
+from quantkit.convert.units import How, PlannedTensor, Zeros
+from quantkit.errors import InputError
+from quantkit.spec.calibration import SCALES_NAME
+from quantkit.spec.tensorfile import read_header, torch_dtype
+
+READ_ELEMENTS = 8 << 20
+"""Values read at once: 16 MiB of bf16."""
+
+ROUND_ELEMENTS = 1 << 18
+"""Values quantized at once: 1 MiB of float32, so that every pass of the arithmetic stays in the cache."""
+
+
+class CalibratedScales:
+    """Weight scales of a calibration artifact, by key."""
+
+    def __init__(self, folder: Path, source: Source) -> None:
+        self._source = source
+        self._infos = read_header(folder / SCALES_NAME).tensors
+        self._files = OpenFiles(folder)
+
+    def has(self, key: Key) -> bool:
+        return key.shard_name in self._infos
+
+    def _fetch(self, key: Key) -> Tensor:
+        return self._files.read(SCALES_NAME, self._infos[key.shard_name])
+
+    def rows(self, piece: Location, rows: tuple[int, int]) -> Tensor:
+        """Scales `[n, 1]` of rows of a stored matrix, assembled from whatever the artifact holds.
+
+        Raises:
+            InputError: it holds nothing for this GEMM, or a scale that is not a positive finite number.
+        """
+        key = piece.key.with_part("weight_scale")
+        if piece.slot is not None:
+            key = key._replace(expert=piece.slot)
+        arch, dims = self._source.arch, self._source.dims
+        scale = assemble(arch, dims, key, self.has, self._fetch)[rows[0] : rows[1]]
+        if scale.shape != (rows[1] - rows[0], 1) or scale.dtype != torch.float32:
+            raise InputError(f"{key.shard_name} in the calibration has shape {list(scale.shape)} {scale.dtype}")
+        if not bool((scale.isfinite() & (scale >= SCALE_FLOOR)).all()):
+            raise InputError(f"{key.shard_name} in the calibration is not positive and finite", "calibrate again")
+        return scale
+
+
+class Producer:
+    """Yields the data of planned tensors; the scales of a weight are kept from its own pass where it comes first."""
+
+    def __init__(self, source: Source, scales: CalibratedScales | None = None) -> None:
+        self._source, self._calibrated = source, scales
+        self._scales: dict[str, list[Tensor]] = {}
+
+    def produce(self, tensor: PlannedTensor) -> Iterator[Tensor]:
+        """Contiguous parts of `tensor` in row order, in its dtype.
+
+        Raises:
+            InputError: a read error, or weights that are not finite (named).
+        """
+        if tensor.how is How.SCALE and tensor.name in self._scales:
+            yield from self._scales.pop(tensor.name)
+            return
+        kept = self._scales.setdefault(tensor.scale, []) if tensor.how is How.INT8 else []
+        for piece in tensor.pieces:
+            if isinstance(piece, Zeros):
+                yield _zeros(tensor, piece)
+            elif tensor.how is How.COPY:
+                yield from self._copied(tensor, piece)
+            else:
+                for q_NK, scale_N1 in self._int8(piece):
+                    kept.append(scale_N1)
+                    yield scale_N1 if tensor.how is How.SCALE else _window(q_NK, tensor)
+
+    def _copied(self, tensor: PlannedTensor, piece: Location) -> Iterator[Tensor]:
+        entry = self._source.entries[piece.key]
+        if not entry.shape:
+            yield self._source.fetch(piece.key).to(torch_dtype(tensor.dtype))
+            return
+        for _, values in self._rows(piece):
+            yield _window(values.to(torch_dtype(tensor.dtype)), tensor)
+
+    def _int8(self, piece: Location) -> Iterator[tuple[Tensor, Tensor]]:
+        """(int8 `[n, K]`, float32 scales `[n, 1]`) of a piece, a few rows at a time."""
+        if self._source.entries[piece.key].format is int8_channel.FORMAT:
+            yield from self._passed_through(piece)
+            return
+        for (first, _), w_NK in self._rows(piece):
+            for start in range(0, len(w_NK), step := max(1, ROUND_ELEMENTS // w_NK.shape[-1])):
+                part = w_NK[start : start + step].float()
+                scale = channel_scales(part)
+                if not bool(scale.isfinite().all()):
+                    raise self._not_finite(piece, scale, first + start)
+                if self._calibrated is not None:
+                    scale = self._calibrated.rows(piece, (first + start, first + start + len(part)))
+                yield quantize(part, scale), scale
+
+    def _passed_through(self, piece: Location) -> Iterator[tuple[Tensor, Tensor]]:
+        entry = self._source.entries[piece.key]
+        for (first, last), q_NK in self._rows(piece, "weight"):
+            rows = (first, last) if piece.slot is None else (piece.slot, piece.slot + 1)
+            scale = self._source.read_stored(entry, "weight_scale", rows)
+            scale_N1 = scale if piece.slot is None else scale[0][first:last]
+            if not bool(scale_N1.isfinite().all()):
+                raise self._not_finite(piece, scale_N1, first)
+            yield q_NK, scale_N1.float()
+
+    def _rows(self, piece: Location, stored_part: str = "") -> Iterator[tuple[tuple[int, int], Tensor]]:
+        """((first, last) row, values) over a piece; decoded, or one stored part as it is."""
+        entry = self._source.entries[piece.key]
+
+        def read(rows: tuple[int, int]) -> Tensor:
+            if stored_part:
+                return self._source.read_stored(entry, stored_part, rows)
+            return self._source.fetch(piece.key, rows)
+
+        if piece.slot is not None:
+            matrix = self._source.canonical(piece.key, read((piece.slot, piece.slot + 1)))[0]
+            yield (piece.start, piece.stop), matrix[piece.start : piece.stop]
+            return
+        width = max(1, _product(entry.shape[1:]))
+        step = max(1, READ_ELEMENTS // width)
+        for start in range(piece.start, piece.stop, step):
+            stop = min(start + step, piece.stop)
+            yield (start, stop), read((start, stop))
+
+    def _not_finite(self, piece: Location, scale: Tensor, first: int) -> InputError:
+        name = self._source.entries[piece.key].name
+        row = first + int((~scale.isfinite()).flatten().nonzero()[0])
+        expert = "" if piece.slot is None else f" of expert {piece.slot}"
+        return InputError(
+            f"{name}: row {row}{expert} holds NaN or infinity",
+            "the source is damaged: copy or download it again, and check it with its publisher's checksums",
+        )
+
+
+def _window(values: Tensor, tensor: PlannedTensor) -> Tensor:
+    return values if tensor.columns is None else values[:, tensor.columns[0] : tensor.columns[1]]
+
+
+def _zeros(tensor: PlannedTensor, piece: Zeros) -> Tensor:
+    """Padding rows; their shape is that of the tensor below the rows (and below the experts)."""
+    below = tensor.shape[2:] if tensor.experts else tensor.shape[1:]
+    return torch.zeros(piece.rows, *below, dtype=torch_dtype(tensor.dtype))
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result

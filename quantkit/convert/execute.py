@@ -1,0 +1,231 @@
+"""Carry out a plan: one file is one unit of work, done by N processes, each finished one noted in a journal.
+
+The journal entry of a file is written after the file itself has its final name, so a crash at any moment repeats at
+most the files in hand. Source files are hashed by the same workers right after the files that read them, when their
+bytes are still cached.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.reader import Source
+from quantkit.checkpoint.writer import WrittenTensor, file_sha256, read_chunks, write_atomic, write_tensors
+from quantkit.console import Progress
+from quantkit.convert.compute import CalibratedScales, Producer
+from quantkit.convert.plan import needed_bytes
+from quantkit.convert.units import Plan, PlannedFile
+from quantkit.errors import QuantkitError
+from quantkit.outdir import OutputFolder
+
+_JOURNAL = "journal"
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """What a worker needs to open the source: its arguments."""
+
+    root: Path
+    ignore_index: bool
+    extra_roles: dict[str, str]
+    calibration: Path | None
+
+    def open(self) -> Source:
+        return Source(self.root, ignore_index=self.ignore_index, extra_roles=self.extra_roles)
+
+
+@dataclass(frozen=True)
+class Done:
+    """Outcome of a unit of work, as it stands in the journal."""
+
+    name: str
+    size: int
+    sha256: str
+    tensors: tuple[WrittenTensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A unit of work: write `planned`, copy `copy`, or hash the source file `hashed`. `size` is for the progress."""
+
+    label: str
+    size: int
+    planned: PlannedFile | None = None
+    copy: str = ""
+    hashed: str = ""
+
+
+def execute(plan: Plan, source: Source, spec: SourceSpec, out: OutputFolder, jobs: int) -> dict[str, Done]:
+    """Write all files of a plan except the manifest; the results by label ("file:NAME", "source:NAME").
+
+    Raises:
+        QuantkitError: not enough space, read and write errors, a worker that died.
+    """
+    journal = out.work / _JOURNAL
+    journal.mkdir(exist_ok=True)
+    todo = list(_jobs(plan, source))
+    done = {job.label: found for job in todo if (found := _recall(journal, out.path, job))}
+    rest = [job for job in todo if job.label not in done]
+    _check_space(plan, source, out.path, {job.label for job in rest})
+    for job in rest:
+        if job.copy:
+            (out.path / job.copy).parent.mkdir(parents=True, exist_ok=True)
+    with Progress("convert", sum(job.size for job in todo)) as progress:
+        progress.advance(sum(job.size for job in todo) - sum(job.size for job in rest))
+        for job, result in _run_all(rest, spec, source, out.path, jobs):
+            _note(journal, job, result)
+            done[job.label] = result
+            progress.advance(job.size)
+    for name, text in plan.texts.items():
+        written = write_atomic(out.path / name, [text])
+        done[f"file:{name}"] = Done(name, written.size, written.sha256)
+    return done
+
+
+def _jobs(plan: Plan, source: Source) -> Iterator[Job]:
+    """Units in the order in which they run; a source file is hashed after the first output that reads it."""
+    hashed: set[str] = set()
+
+    def hash_job(name: str) -> Job:
+        hashed.add(name)
+        return Job(f"source:{name}", source.index.headers[name].file_size, hashed=name)
+
+    for name in plan.copies:
+        yield Job(f"file:{name}", (source.root / name).stat().st_size, copy=name)
+    for file in plan.files:
+        yield Job(f"file:{file.name}", file.nbytes, planned=file)
+        used = {source.index.file_of[info.name] for info in _stored(source, file)}
+        for name in sorted(used - hashed):
+            yield hash_job(name)
+    for name in source.index.headers:
+        if name not in hashed:
+            yield hash_job(name)
+
+
+def _stored(source: Source, file: PlannedFile) -> Iterator[Any]:
+    from quantkit.archs.assemble import Location
+
+    keys = {piece.key for tensor in file.tensors for piece in tensor.pieces if isinstance(piece, Location)}
+    for key in keys:
+        yield from source.entries[key].stored.values()
+
+
+def _check_space(plan: Plan, source: Source, out: Path, rest: set[str]) -> None:
+    finished = sum(file.nbytes for file in plan.files if f"file:{file.name}" not in rest)
+    needed, free = needed_bytes(plan, source.root) - finished, shutil.disk_usage(out).free
+    if needed > free:
+        raise QuantkitError(
+            f"{out}: the output needs {needed:,} bytes, {free:,} are free",
+            "make room, or give a folder on another disk; nothing more was written",
+        )
+
+
+# ------------------------------------------------------------------------------------------------ journal
+
+
+def _recall(journal: Path, out: Path, job: Job) -> Done | None:
+    """The result of a unit that an earlier run finished."""
+    try:
+        raw = json.loads((journal / _entry_name(job)).read_bytes())
+    except (OSError, ValueError):
+        return None
+    done = Done(raw["name"], raw["size"], raw["sha256"], tuple(WrittenTensor(**row) for row in raw["tensors"]))
+    if job.hashed:
+        return done
+    path = out / done.name
+    return done if path.is_file() and path.stat().st_size == done.size else None
+
+
+def _note(journal: Path, job: Job, done: Done) -> None:
+    write_atomic(journal / _entry_name(job), [json.dumps(asdict(done)).encode()])
+
+
+def _entry_name(job: Job) -> str:
+    import hashlib
+
+    return f"{hashlib.sha256(job.label.encode()).hexdigest()[:32]}.json"
+
+
+# ------------------------------------------------------------------------------------------------ workers
+
+
+def run_job(
+    job: Job, source: Source, scales: CalibratedScales | None, out: Path, on_bytes: Callable[[int], None]
+) -> Done:
+    """Do one unit of work in this process."""
+    if job.hashed:
+        result = file_sha256(source.root / job.hashed, on_bytes)
+        return Done(job.hashed, result.size, result.sha256)
+    if job.copy:
+        result = write_atomic(out / job.copy, read_chunks(source.root / job.copy))
+        return Done(job.copy, result.size, result.sha256)
+    assert job.planned is not None
+    producer = Producer(source, scales)
+    tensors = {tensor.name: tensor for tensor in job.planned.stored}
+    result, written = write_tensors(
+        out / job.planned.name,
+        [(tensor.name, tensor.dtype, tensor.shape) for tensor in job.planned.stored],
+        lambda name: producer.produce(tensors[name]),
+        on_bytes,
+    )
+    return Done(job.planned.name, result.size, result.sha256, tuple(written))
+
+
+def _run_all(jobs: list[Job], spec: SourceSpec, source: Source, out: Path, workers: int) -> Iterator[tuple[Job, Done]]:
+    if workers <= 1 or len(jobs) <= 1:
+        scales = CalibratedScales(spec.calibration, source) if spec.calibration else None
+        for job in jobs:
+            yield job, run_job(job, source, scales, out, lambda _: None)
+        return
+    context = multiprocessing.get_context("spawn")
+    count = min(workers, len(jobs))
+    with ProcessPoolExecutor(count, context, _start_worker, (spec, out, os.getpid())) as pool:
+        futures: dict[Future[Done], Job] = {pool.submit(_work, job): job for job in jobs}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BrokenProcessPool as error:
+            raise QuantkitError(
+                "a worker process was killed, most likely for want of memory",
+                "run the same command again with a smaller --jobs; finished files are kept",
+            ) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+_state: tuple[Source, CalibratedScales | None, Path] | None = None
+"""Of a worker process: set once when it starts."""
+
+
+def _start_worker(spec: SourceSpec, out: Path, parent: int) -> None:
+    """Open the source, and make sure that this process does not outlive a parent that is killed."""
+    import torch
+
+    global _state
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
+    torch.set_num_threads(1)
+    source = spec.open()
+    _state = source, CalibratedScales(spec.calibration, source) if spec.calibration else None, out
+
+
+def _work(job: Job) -> Done:
+    assert _state is not None
+    source, scales, out = _state
+    return run_job(job, source, scales, out, lambda _: None)

@@ -1,0 +1,86 @@
+"""Files beside the weights: copied byte for byte, or left out by a named rule."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from quantkit.outdir import WORK_NAME
+from quantkit.spec.manifest import CHECKPOINT_NAME, SHARDED_NAME, Dropped, read_manifest
+
+_WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".npz",
+    ".tflite",
+)
+"""Weights in any format: those of the checkpoint are converted, the others would be a second, unquantized model."""
+
+
+def split_files(root: Path, converted: frozenset[str]) -> tuple[tuple[str, ...], tuple[Dropped, ...]]:
+    """Names (relative, with `/`) to copy, and those left out with the rule.
+
+    Args:
+        converted: names that the conversion reads or generates itself.
+    """
+    copies: list[str] = []
+    dropped: list[Dropped] = []
+    for name in sorted(_walk(root)):
+        rule = _rule(root, name)
+        if name in converted:
+            continue
+        if rule:
+            dropped.append(Dropped(name=name, rule=rule))
+        else:
+            copies.append(name)
+    return tuple(copies), tuple(dropped)
+
+
+def _walk(root: Path) -> Iterator[str]:
+    """All files below `root`; links to files are followed (cached downloads are links), links to folders are named."""
+    for folder, subfolders, files in os.walk(root):
+        here = Path(folder).relative_to(root)
+        for name in list(subfolders):
+            if (Path(folder) / name).is_symlink() or name.startswith("."):
+                subfolders.remove(name)
+                yield f"{(here / name).as_posix()}/"
+        for name in files:
+            yield (here / name).as_posix()
+
+
+def _rule(root: Path, name: str) -> str:
+    """Why a file is left out, "" when it is copied."""
+    if name.endswith("/"):
+        return "hidden folder" if Path(name).name.startswith(".") else "link to a folder"
+    if name.endswith(_WEIGHT_SUFFIXES):
+        return "weights that the index does not name" if name.endswith(".safetensors") else "weights in another format"
+    if name in (CHECKPOINT_NAME, SHARDED_NAME) and _is_manifest(root / name):
+        return "manifest of the conversion that made the source"
+    if not (root / name).is_file():
+        return "not a readable file"
+    return ""
+
+
+def _is_manifest(path: Path) -> bool:
+    from quantkit.errors import QuantkitError
+
+    try:
+        read_manifest(path)
+    except QuantkitError:
+        return False
+    return True
+
+
+def is_ours(name: str) -> bool:
+    """Whether a name in an output folder belongs to the machinery and not to the result."""
+    return name.split("/", 1)[0] == WORK_NAME

@@ -1,0 +1,257 @@
+"""From headers, recipe and mesh to the list of files that will be written: a pure function, no data is read.
+
+All problems are reported together before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from quantkit.archs import Key
+from quantkit.archs.assemble import Location
+from quantkit.checkpoint.reader import Source
+from quantkit.checkpoint.writer import order_for_alignment
+from quantkit.convert.checkpoint_form import checkpoint_tensors, config_bytes, ignored_modules, index_bytes
+from quantkit.convert.compute import CalibratedScales
+from quantkit.convert.decide import Decisions, Problems, decide
+from quantkit.convert.nonweights import split_files
+from quantkit.convert.sharded_form import ShardedForm, Unit
+from quantkit.convert.units import How, Plan, PlannedFile, PlannedTensor
+from quantkit.errors import InputError
+from quantkit.recipe import Recipe
+from quantkit.spec.index import INDEX_NAME, SINGLE_NAME
+from quantkit.spec.manifest import CHECKPOINT_NAME, SHARDED_NAME, RankFiles
+from quantkit.spec.mesh import Mesh
+
+DEFAULT_SHARD_BYTES = 2 << 30
+
+
+def plan(
+    source: Source,
+    recipe: Recipe,
+    *,
+    form: str,
+    mesh: Mesh,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    scales: CalibratedScales | None = None,
+) -> Plan:
+    """Plan a conversion.
+
+    Args:
+        form: "checkpoint" or "sharded".
+        mesh: of the sharded form; the checkpoint form has none.
+        max_shard_bytes: bound on the data of a file, unless one tensor alone is larger.
+        scales: of a calibration; every quantized GEMM must have its own.
+
+    Raises:
+        UsageError, InputError: everything that forbids the conversion, listed.
+    """
+    problems = Problems()
+    decisions = decide(source, recipe, form, problems)
+    if form == "checkpoint" and mesh != Mesh():
+        problems.use.append("a mesh needs --format sharded: engines split a checkpoint themselves")
+    ranks: tuple[RankFiles, ...] = ()
+    files: tuple[PlannedFile, ...] = ()
+    try:
+        if form == "sharded":
+            sharded = ShardedForm(source, decisions, mesh, problems)
+            if scales is not None:
+                _check_scales(source, decisions, scales, problems)
+            problems.raise_if_any()
+            sets = {name: pack(units, max_shard_bytes) for name, units in sharded.groups()}
+            files = tuple(_numbered(sets))
+            ranks = sharded.ranks({name: tuple(_set_names(name, len(parts))) for name, parts in sets.items()})
+        else:
+            if scales is not None:
+                _check_scales(source, decisions, scales, problems)
+            problems.raise_if_any()
+            files = checkpoint_files(pack(checkpoint_tensors(source, decisions), max_shard_bytes))
+    except InputError as error:
+        if not (problems.use or problems.source):
+            raise
+        problems.source.append(error.message)
+        problems.raise_if_any()
+    ignore = ignored_modules(source, decisions)
+    texts = _texts(source, decisions, form, ignore, files)
+    copies, dropped_files = split_files(source.root, frozenset({*texts, *source.index.headers, INDEX_NAME}))
+    result = Plan(
+        form=form,
+        files=files,
+        texts=texts,
+        copies=copies,
+        dropped=decisions.dropped + dropped_files,
+        ignore=ignore if _any_int8(decisions) else (),
+        ranks=ranks,
+        parameters=sum(_numel(entry.shape) for entry in source.entries.values()),
+        source_bytes=sum(header.file_size for header in source.index.headers.values()),
+        quantized=sum(scheme.is_int8 for scheme in decisions.schemes.values()),
+        kept=len(decisions.written) - sum(scheme.is_int8 for scheme in decisions.schemes.values()),
+        warnings=(),
+    )
+    _check_outcome(source, decisions, result)
+    return replace(result, warnings=tuple(_warnings(source, result, mesh)))
+
+
+def pack(units: Iterable[Unit], max_bytes: int) -> list[tuple[PlannedTensor, ...]]:
+    """Fill files with units in order; a unit is never divided. Tensors of a file are ordered for alignment."""
+    files: list[list[PlannedTensor]] = []
+    filled = 0
+    for unit in units:
+        size = sum(tensor.nbytes for tensor in unit if tensor.how is not How.ALIAS)
+        if not files or filled + size > max_bytes:
+            files.append([])
+            filled = 0
+        files[-1] += unit
+        filled += size
+    return [_ordered(tensors) for tensors in files]
+
+
+def _ordered(tensors: list[PlannedTensor]) -> tuple[PlannedTensor, ...]:
+    stored = [tensor for tensor in tensors if tensor.how is not How.ALIAS]
+    order = order_for_alignment([(tensor.name, tensor.dtype, tensor.shape) for tensor in stored])
+    return (*(stored[index] for index in order), *(tensor for tensor in tensors if tensor.how is How.ALIAS))
+
+
+def checkpoint_files(parts: list[tuple[PlannedTensor, ...]]) -> tuple[PlannedFile, ...]:
+    """The usual names of a checkpoint's files."""
+    if len(parts) == 1:
+        return (PlannedFile(SINGLE_NAME, parts[0]),)
+    total = len(parts)
+    return tuple(
+        PlannedFile(f"model-{number:05d}-of-{total:05d}.safetensors", tensors)
+        for number, tensors in enumerate(parts, 1)
+    )
+
+
+def _set_names(name: str, count: int) -> Iterator[str]:
+    return (f"{name}-{number:05d}.safetensors" for number in range(1, count + 1))
+
+
+def _numbered(sets: dict[str, list[tuple[PlannedTensor, ...]]]) -> Iterator[PlannedFile]:
+    for name, parts in sets.items():
+        for file, tensors in zip(_set_names(name, len(parts)), parts, strict=True):
+            yield PlannedFile(file, tensors)
+
+
+def _check_scales(source: Source, decisions: Decisions, scales: CalibratedScales, problems: Problems) -> None:
+    for key in decisions.written:
+        if key.part != "weight" or not decisions.is_int8(key):
+            continue
+        experts = range(source.dims.experts) if source.is_stacked(key) else (key.expert,)
+        for expert in experts:
+            own = key._replace(expert=expert, part="weight_scale")
+            if not _has_scale(source, own, scales):
+                problems.use.append(f"the calibration has no scales for {own.with_part('weight').shard_name}")
+
+
+def _has_scale(source: Source, key: Key, scales: CalibratedScales) -> bool:
+    """Whether the artifact holds the scales of a GEMM, fused, in parts, or stacked."""
+    role = source.arch.role(key.role)
+
+    def stored(role_name: str) -> bool:
+        own = key._replace(role=role_name)
+        return scales.has(own) or (role.per_expert and scales.has(own._replace(expert=None)))
+
+    return (
+        stored(key.role)
+        or bool(role.fuse and stored(role.fuse))
+        or (bool(role.parts) and all(stored(part) for part in role.parts))
+    )
+
+
+def _texts(
+    source: Source, decisions: Decisions, form: str, ignore: tuple[str, ...], files: tuple[PlannedFile, ...]
+) -> dict[str, bytes]:
+    original = (source.root / "config.json").read_bytes()
+    quantized = _any_int8(decisions) and form == "checkpoint"
+    texts = {"config.json": config_bytes(source, ignore if quantized else None, original)}
+    index = index_bytes(files) if form == "checkpoint" else None
+    if index is not None:
+        texts[INDEX_NAME] = index
+    return texts
+
+
+def _any_int8(decisions: Decisions) -> bool:
+    return any(scheme.is_int8 for scheme in decisions.schemes.values())
+
+
+def _check_outcome(source: Source, decisions: Decisions, result: Plan) -> None:
+    """Names are unique and legal, and every element of every source tensor is written or dropped by name."""
+    problems = Problems()
+    taken = [file.name for file in result.files] + list(result.texts) + list(result.copies)
+    own = SHARDED_NAME if result.form == "sharded" else CHECKPOINT_NAME
+    problems.source += [
+        f"{name}: the source has a file of this name, which quantkit writes" for name in _repeated([*taken, own])
+    ]
+    for file in result.files:
+        problems.source += [
+            f"{file.name}: two tensors would be called {name}" for name in _repeated([t.name for t in file.tensors])
+        ]
+    if result.form == "checkpoint":
+        names = [tensor.name for file in result.files for tensor in file.tensors]
+        problems.source += [f"two tensors would be called {name}" for name in _repeated(names)]
+    covered = covered_elements(source, result.files)
+    for key in decisions.written:
+        entry = source.entries[key]
+        if covered.get(key, 0) != _numel(entry.shape):
+            problems.source.append(
+                f"{entry.name}: {covered.get(key, 0)} of its {_numel(entry.shape)} elements would be written"
+            )
+    problems.raise_if_any()
+
+
+def covered_elements(source: Source, files: Iterable[PlannedFile]) -> dict[Key, int]:
+    """Elements of each source tensor that the plan writes; equal pieces (replicas) count once."""
+    boxes: dict[Key, set[tuple[int | None, int, int, int, int]]] = defaultdict(set)
+    for file in files:
+        for tensor in file.tensors:
+            if tensor.how in (How.SCALE, How.ALIAS):
+                continue
+            for piece in tensor.pieces:
+                if isinstance(piece, Location):
+                    shape = source.entries[piece.key].shape
+                    width = _numel(shape[1:]) if piece.slot is None else _numel(source.canonical_shape(piece.key)[2:])
+                    columns = tensor.columns or (0, width)
+                    boxes[piece.key].add((piece.slot, piece.start, piece.stop, *columns))
+    return {
+        key: sum((stop - start) * (right - left) for _, start, stop, left, right in found)
+        for key, found in boxes.items()
+    }
+
+
+def _repeated(names: list[str]) -> list[str]:
+    seen: set[str] = set()
+    return [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
+
+
+def _warnings(source: Source, result: Plan, mesh: Mesh) -> Iterator[str]:
+    if result.weight_bytes > result.source_bytes and mesh == Mesh():
+        yield (
+            f"the output is larger than the source: {result.weight_bytes:,} bytes of weights against "
+            f"{result.source_bytes:,}"
+        )
+    yield from source.notes
+    decoded = [e.name for k, e in source.entries.items() if e.format.name not in ("plain", "int8-channel")]
+    if decoded:
+        yield f"{len(decoded)} tensors are decoded from a native low-bit format before they are rounded again"
+    if result.form == "checkpoint" and not result.quantized:
+        yield "the recipe quantizes nothing; the output has the source's tensors bit for bit"
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    result = 1
+    for size in shape:
+        result *= size
+    return result
+
+
+def needed_bytes(result: Plan, root: Path) -> int:
+    """Disk space that the whole output takes, weights, copies and generated files."""
+    return (
+        result.weight_bytes
+        + sum((root / name).stat().st_size for name in result.copies)
+        + sum(len(text) for text in result.texts.values())
+    )

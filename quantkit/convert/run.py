@@ -1,0 +1,242 @@
+"""`quantkit convert` as a function: open, plan, write, and the manifest last."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quantkit import __version__
+from quantkit.archs.assemble import Location
+from quantkit.checkpoint.reader import Source
+from quantkit.checkpoint.writer import WrittenTensor, write_atomic
+from quantkit.convert.compute import CalibratedScales
+from quantkit.convert.execute import Done, SourceSpec, execute
+from quantkit.convert.plan import DEFAULT_SHARD_BYTES, plan
+from quantkit.convert.units import How, Plan, PlannedFile, PlannedTensor
+from quantkit.errors import QuantkitError, UsageError
+from quantkit.outdir import OutputFolder, check_place, exclusive, options_digest, prepare_output
+from quantkit.recipe import Recipe
+from quantkit.spec.calibration import SCALES_NAME, SUMMARY_NAME, read_summary
+from quantkit.spec.manifest import (
+    CHECKPOINT_NAME,
+    SHARDED_NAME,
+    Manifest,
+    OutputFile,
+    SourceFile,
+    TensorRecord,
+    manifest_bytes,
+    read_manifest,
+)
+from quantkit.spec.mesh import Mesh
+
+Form = Literal["checkpoint", "sharded"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A conversion that was planned and may start."""
+
+    source: Source
+    spec: SourceSpec
+    plan: Plan
+    options: dict[str, Any]
+    recipe: Recipe
+    form: Form
+    mesh: Mesh
+    calibration_digest: str
+
+    @property
+    def manifest_name(self) -> str:
+        return SHARDED_NAME if self.form == "sharded" else CHECKPOINT_NAME
+
+
+def prepare(
+    root: Path,
+    recipe: Recipe,
+    *,
+    calibration: Path | None = None,
+    form: Form = "checkpoint",
+    mesh: Mesh | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    ignore_index: bool = False,
+) -> Prepared:
+    """Open the source and plan the conversion; writes nothing.
+
+    Raises:
+        UsageError, InputError: all that forbids it.
+    """
+    mesh = mesh or Mesh()
+    spec = SourceSpec(root, ignore_index, dict(recipe.roles), calibration)
+    source = spec.open()
+    source_digest = source.digest()
+    digest = _calibration_digest(calibration, source_digest, recipe) if calibration else ""
+    scales = CalibratedScales(calibration, source) if calibration else None
+    planned = plan(source, recipe, form=form, mesh=mesh, max_shard_bytes=max_shard_bytes, scales=scales)
+    options = {
+        "calibration": digest,
+        "command": "convert",
+        "form": form,
+        "max_shard_bytes": max_shard_bytes,
+        "mesh": mesh.model_dump(mode="json"),
+        "recipe": recipe.model_dump(mode="json"),
+        "source": source_digest,
+        "tool_version": __version__,
+    }
+    return Prepared(source, spec, planned, options, recipe, form, mesh, digest)
+
+
+def convert(
+    root: Path,
+    out: Path,
+    recipe: Recipe,
+    *,
+    calibration: Path | None = None,
+    form: Form = "checkpoint",
+    mesh: Mesh | None = None,
+    jobs: int = 0,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    ignore_index: bool = False,
+) -> Manifest:
+    """Convert a checkpoint; continue or do nothing when `out` holds the same conversion already.
+
+    Args:
+        calibration: artifact whose scales are used; None computes them from the weights.
+        form: "checkpoint" (compressed-tensors, for engines) or "sharded" (for the runtime).
+        mesh: of the sharded form, one rank when None.
+        jobs: processes; 0 means the number of cores, at most 8.
+        max_shard_bytes: bound on the data of one file.
+        ignore_index: trust the files' headers instead of a stale index.
+
+    Raises:
+        QuantkitError: bad use, bad input, no space; what was finished is kept and the same call continues.
+    """
+    check_place(out, root)
+    prepared = prepare(
+        root,
+        recipe,
+        calibration=calibration,
+        form=form,
+        mesh=mesh,
+        max_shard_bytes=max_shard_bytes,
+        ignore_index=ignore_index,
+    )
+    return run(prepared, out, jobs)
+
+
+def run(prepared: Prepared, out: Path, jobs: int = 0) -> Manifest:
+    """Carry out a planned conversion."""
+    sources = [prepared.source.root, *([prepared.spec.calibration] if prepared.spec.calibration else [])]
+    name = prepared.manifest_name
+    folder = prepare_output(out, prepared.options, sources=sources, final=name, command="quantkit convert")
+    if folder.finished:
+        return read_manifest(out / name)
+    with exclusive(folder):
+        done = execute(prepared.plan, prepared.source, prepared.spec, folder, jobs or default_jobs())
+        manifest = _manifest(prepared, folder, done)
+        write_atomic(out / name, [manifest_bytes(manifest)])
+        folder.clear_work()
+    return manifest
+
+
+def default_jobs() -> int:
+    """Cores that this process may use, at most 8: more only wait for the disk."""
+    return min(len(os.sched_getaffinity(0)), 8)
+
+
+def _calibration_digest(folder: Path, source_digest: str, recipe: Recipe) -> str:
+    """sha256 of an artifact's summary and scales, after checking that it belongs to this source and recipe."""
+    summary = read_summary(folder)
+    if summary.source_digest != source_digest:
+        raise UsageError(
+            f"{folder} was calibrated on another source (digest {summary.source_digest[:16]}, "
+            f"this one is {source_digest[:16]})",
+            "calibrate this source, or convert the one that was calibrated",
+        )
+    wanted = recipe.model_dump(mode="json")
+    if summary.recipe != wanted:
+        keys = [key for key in wanted if summary.recipe.get(key) != wanted[key]]
+        raise UsageError(
+            f"{folder} was calibrated with another recipe",
+            "use the recipe of the calibration, or calibrate again",
+            items=[f"{key}: {summary.recipe.get(key)} there, {wanted[key]} now" for key in keys],
+        )
+    digest = hashlib.sha256()
+    for name in (SUMMARY_NAME, SCALES_NAME):
+        digest.update((folder / name).read_bytes())
+    return digest.hexdigest()
+
+
+def _manifest(prepared: Prepared, out: OutputFolder, done: dict[str, Done]) -> Manifest:
+    source, plan_ = prepared.source, prepared.plan
+    written = {label.removeprefix("file:"): row for label, row in done.items() if label.startswith("file:")}
+    planned = {*(file.name for file in plan_.files), *plan_.texts, *plan_.copies}
+    if written.keys() != planned:
+        raise QuantkitError(f"planned and written files differ: {sorted(written.keys() ^ planned)}", "report this")
+    copied = set(plan_.copies)
+    read = sorted((row for label, row in done.items() if label.startswith("source:")), key=lambda row: row.name)
+    return Manifest(
+        form=prepared.form,
+        tool_version=__version__,
+        options_digest=options_digest(prepared.options),
+        architecture=source.arch.name,
+        model_type=str(source.config.get("model_type", "")),
+        recipe=prepared.recipe.model_dump(mode="json"),
+        calibration_digest=prepared.calibration_digest,
+        mesh=prepared.mesh,
+        vocab_size=source.dims.vocab,
+        tied_embeddings=source.tied,
+        source_files=tuple(SourceFile(name=row.name, size=row.size, sha256=row.sha256) for row in read),
+        files=tuple(
+            OutputFile(name=name, size=row.size, sha256=row.sha256, copied=name in copied)
+            for name, row in sorted(written.items())
+        ),
+        tensors=tuple(
+            record
+            for file in sorted(plan_.files, key=lambda file: file.name)
+            for record in _records(file, written[file.name])
+        ),
+        dropped=plan_.dropped,
+        ranks=plan_.ranks,
+        parameters=plan_.parameters,
+    )
+
+
+def _records(file: PlannedFile, done: Done) -> list[TensorRecord]:
+    """Records of a file's tensors by offset, an alias after the tensor whose bytes it shares."""
+    written = {row.name: row for row in done.tensors}
+    if written.keys() != {tensor.name for tensor in file.stored}:
+        raise QuantkitError(f"{file.name}: planned and written tensors differ", "report this")
+    rows = [(written[tensor.alias or tensor.name], tensor) for tensor in file.tensors]
+    rows.sort(key=lambda row: (row[0].offset, row[1].how is How.ALIAS, row[1].name))
+    return [_record(file.name, tensor, place) for place, tensor in rows]
+
+
+def _record(file: str, tensor: PlannedTensor, place: WrittenTensor) -> TensorRecord:
+    experts = tensor.experts
+    if not experts and isinstance(tensor.key.expert, int):
+        experts = (tensor.key.expert,)
+    return TensorRecord(
+        name=tensor.name,
+        sources=tensor.sources,
+        role=tensor.key.role,
+        layer=tensor.key.layer,
+        experts=experts,
+        part=tensor.key.part,
+        file=file,
+        offset=place.offset,
+        nbytes=place.nbytes,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        global_shape=tensor.global_shape,
+        slices=tensor.slices,
+        scheme=tensor.scheme,
+        scale=tensor.scale,
+        alias=tensor.alias,
+        xxh3=place.xxh3,
+    )
+
+
+__all__ = ["Form", "Location", "Prepared", "convert", "default_jobs", "prepare", "run"]
