@@ -1,0 +1,119 @@
+"""How our roles split, held against transformers' own tensor- and expert-parallel plans."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.archs import Split, architecture_for
+from quantkit.archs.modeling import build_skeleton, load_config, parameter_key
+from tests.families import FAMILY_NAMES
+
+Tiny = Callable[[str], Path]
+
+STYLES: Mapping[str, Split] = {
+    "colwise": Split.COL,
+    "packed_colwise": Split.COL,
+    "colwise_gather_output": Split.COL,  # as colwise, and the whole output is wanted at once
+    "rowwise": Split.ROW,
+    "rowwise_split_input": Split.ROW,
+    "replicated_with_grad_allreduce": Split.REP,
+    "mla_kv_a_proj": Split.REP,
+}
+
+COMMUNICATION = ("moe_tp_experts", "ep_dispatch_experts")
+"""Styles of a module that holds no parameter of its own: how its inputs and outputs travel."""
+
+WE_REPLICATE = {
+    r"linear_attn\.": "transformers splits these to compute parts and gathers every output at once: the same numbers, "
+    "but the recurrent state is not split; we keep linear attention whole",
+}
+"""Roles that transformers splits and we do not, with the reason."""
+
+EVERYWHERE = {"embed": "transformers replicates the table; split on the vocabulary it costs 1/tp of the memory"}
+
+WE_SPLIT: Mapping[str, Mapping[str, str]] = {
+    "qwen2_moe": {r"shared\.": "its plan forgets the shared expert that Qwen3-Next's plan, the same block, splits"},
+    "deepseek_v3": {r"mla\.q_b|mla\.kv_b|attn\.o": "its plan leaves attention out; V3.2's splits it as we do"},
+    "kimi_k2": {r"mla\.q_b|mla\.kv_b|attn\.o": "as DeepSeek-V3"},
+    "minimax_m2": {r"attn\.[qk]_norm": "transformers gathers q and k before their full-width norms; we all-reduce"},
+    "olmoe": {r"attn\.[qk]_norm": "as MiniMax-M2"},
+    "minimax_m3": {
+        r"mlp\.|shared\.": "its plan leaves the dense and shared MLPs out; they are gated MLPs like any other",
+        r"indexer\.q": "each index head selects for one kv head, so it goes where that goes",
+    },
+    "gpt_oss": {r".": "transformers has no tensor-parallel plan for it, only an expert-parallel one"},
+}
+"""Roles that we split and transformers does not, by family, with the reason."""
+
+
+def _roles_of_plan(family: str, folder: Path, plan: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Role -> (style, pattern) for every parameter that a plan names."""
+    config = load_config(folder)
+    arch = architecture_for({"model_type": config.model_type})
+    found = {}
+    for name in _parameters(config):
+        stem = re.sub(r"\.(weight|bias)$", "", name.removeprefix("model."))
+        pattern = re.sub(r"layers\.\d+\.", "layers.*.", stem)
+        if pattern in plan:
+            found[parameter_key(arch, name).role] = (plan[pattern], pattern)
+    return found
+
+
+def _parameters(config: Any) -> list[str]:
+    return [name for name, _ in build_skeleton(config, dtype=torch.float32).named_parameters()]
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_tensor_parallel_plan(tiny: Tiny, family: str) -> None:
+    config = load_config(tiny(family))
+    arch = architecture_for({"model_type": config.model_type})
+    plan = {key: style for key, style in (config.base_model_tp_plan or {}).items() if style not in COMMUNICATION}
+    plan["lm_head"] = "colwise_gather_output"
+    theirs = _roles_of_plan(family, tiny(family), plan)
+    wrong = {
+        role: (style, arch.role(role).split)
+        for role, (style, _) in theirs.items()
+        if STYLES[style] is not arch.role(role).split and not any(re.match(known, role) for known in WE_REPLICATE)
+    }
+    assert wrong == {}
+    unexpected = sorted(_our_splits(arch, config) - theirs.keys() - _documented(family, arch, config))
+    assert unexpected == []
+
+
+def _our_splits(arch: Any, config: Any) -> set[str]:
+    roles = {parameter_key(arch, name).role for name in _parameters(config)}
+    return {role for role in roles if arch.role(role).split is not Split.REP}
+
+
+def _documented(family: str, arch: Any, config: Any) -> set[str]:
+    patterns = [*EVERYWHERE, *WE_SPLIT.get(family, {})]
+    return {role for role in _our_splits(arch, config) if any(re.match(pattern, role) for pattern in patterns)}
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_expert_parallel_plan(tiny: Tiny, family: str) -> None:
+    """What their plan spreads over ranks is what we hold one of for each expert, and the other way round."""
+    config = load_config(tiny(family))
+    arch = architecture_for({"model_type": config.model_type})
+    plan = {key: style for key, style in (config.base_model_ep_plan or {}).items() if style not in COMMUNICATION}
+    theirs = _roles_of_plan(family, tiny(family), plan)
+    assert {style for style, _ in theirs.values()} <= {"grouped_gemm"}
+    ours = {role for name in _parameters(config) if arch.role(role := parameter_key(arch, name).role).per_expert}
+    assert theirs.keys() == ours
+
+
+def test_documented_differences_still_exist(tiny: Tiny) -> None:
+    """A row that nothing needs any more misleads."""
+    for family, rows in WE_SPLIT.items():
+        config = load_config(tiny(family))
+        arch = architecture_for({"model_type": config.model_type})
+        theirs = _roles_of_plan(family, tiny(family), config.base_model_tp_plan or {})
+        open_roles = _our_splits(arch, config) - theirs.keys()
+        for pattern in rows:
+            assert any(re.match(pattern, role) for role in open_roles), (family, pattern)
