@@ -18,7 +18,7 @@ class FormatContext:
         declared: how the config names the format: `format` of compressed-tensors (of every group), else `quant_method`;
             empty when it has no quantization_config.
         block: rows and columns that share a scale, None when the config does not say.
-        packings: (num_bits, group_size) of each group of integer weights.
+        packings: (num_bits, group_size) of each group of weights; group size 0 when each channel is one group.
     """
 
     declared: tuple[str, ...] = ()
@@ -46,11 +46,11 @@ class FormatContext:
                 f"config.json names {len(blocks)} block sizes: {', '.join(map(str, blocks))}",
                 "remove the wrong one, or all: block sizes then follow from the shapes",
             )
-        packings = {(args.get("num_bits"), args.get("group_size")) for args in weights}
+        packings = {(args.get("num_bits"), args.get("group_size") or 0) for args in weights}
         return FormatContext(
             declared=tuple(sorted(declared)),
             block=next(iter(blocks), None),
-            packings=tuple(sorted((bits, size) for bits, size in packings if _positive(bits) and _positive(size))),
+            packings=tuple(sorted((bits, size) for bits, size in packings if _positive(bits) and type(size) is int)),
         )
 
 

@@ -44,10 +44,17 @@ def require_weight_shape(stored: Stored, read: ReadPart, shape: Shape) -> None:
         )
 
 
-def _bits(stored: Stored, k: int) -> int:
-    """Bits of a value when a row has `k` of them; 0 when no width explains the packed shape."""
+def _bits(stored: Stored, k: int, context: FormatContext) -> int:
+    """Bits of a value when a row has `k` of them; 0 when no width explains the packed shape.
+
+    Rows of at most 4 values fit one word in either width: there the config decides.
+    """
     words = stored["weight_packed"].shape[-1]
-    return next((bits for bits in _BITS if -(-k * bits // 32) == words), 0)
+    fitting = [bits for bits in _BITS if -(-k * bits // 32) == words]
+    if len(fitting) > 1:
+        told = {bits for bits, _ in context.packings}
+        fitting = [bits for bits in fitting if bits in told]
+    return fitting[0] if len(fitting) == 1 else 0
 
 
 def _shape(stored: Stored, read: ReadPart, context: FormatContext) -> Shape:
@@ -56,14 +63,14 @@ def _shape(stored: Stored, read: ReadPart, context: FormatContext) -> Shape:
     packed, scale, told = stored["weight_packed"], stored["weight_scale"], stored["weight_shape"]
     for bits, group in context.packings:
         k = scale.shape[-1] * group
-        if scale.shape[-1] > 1 and -(-k * bits // 32) == packed.shape[-1]:
+        if group and scale.shape[-1] > 1 and -(-k * bits // 32) == packed.shape[-1]:
             return (*packed.shape[:-1], k)
     shape = tuple(int(size) for size in read("weight_shape", None).tolist())
     if (
         len(shape) != len(packed.shape)
         or shape[:-1] != packed.shape[:-1]
         or shape[-1] < 1
-        or not _bits(stored, shape[-1])
+        or not _bits(stored, shape[-1], context)
     ):
         raise InputError(
             f"{told.name} says {list(shape)}, {packed.name} is {list(packed.shape)}: no width of "
@@ -109,7 +116,8 @@ def _zero_point(read: ReadPart, bits: int, rows: Rows) -> Tensor:
     """Zero points `[rows, G]` of weight rows [start, stop), read from the words that hold them."""
     per_word = 32 // bits
     first, last = rows[0] // per_word, -(-rows[1] // per_word)
-    words_GW = read("weight_zero_point", (first, last)).T
+    # a plain .contiguous() keeps the strides of a single row or column, and they do not allow a view as bytes
+    words_GW = read("weight_zero_point", (first, last)).T.clone(memory_format=torch.contiguous_format)
     skip = rows[0] - first * per_word
     return unpack(words_GW, bits, (last - first) * per_word).T[skip : skip + rows[1] - rows[0]]
 
@@ -117,7 +125,7 @@ def _zero_point(read: ReadPart, bits: int, rows: Rows) -> Tensor:
 def _decode(stored: Stored, read: ReadPart, rows: Rows | None, context: FormatContext) -> Tensor:
     shape, start = _shape(stored, read, context), rows[0] if rows else 0
     require_weight_shape(stored, read, shape)
-    bits, size = _bits(stored, shape[-1]), shape[-1] // stored["weight_scale"].shape[-1]
+    bits, size = _bits(stored, shape[-1], context), shape[-1] // stored["weight_scale"].shape[-1]
     values = unpack(read("weight_packed", rows), bits, shape[-1]).contiguous()
     if "weight_zero_point" in stored:
         zero = _zero_point(read, bits, rows or (0, shape[0]))
