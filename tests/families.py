@@ -55,6 +55,21 @@ _LINEAR_ATTENTION: dict[str, Any] = {
 }
 _QWEN_MOE: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 16,
+}
+_QWEN_OUTER: dict[str, Any] = {
+    "image_token_id": 3,
+    "video_token_id": 4,
+    "vision_start_token_id": 5,
+    "vision_end_token_id": 6,
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -92,6 +107,20 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family("Qwen3ForCausalLM", "qwen3", _HEAD),
     "gemma2": Family("Gemma2ForCausalLM", "gemma2", {**_HEAD, "sliding_window": 16, "tie_word_embeddings": True}),
     "gemma3": Family("Gemma3ForCausalLM", "gemma3_text", {**_HEAD, "sliding_window": 16, "tie_word_embeddings": True}),
+    "gemma3_vl": Family(
+        "Gemma3ForConditionalGeneration",
+        "gemma3",
+        {**_HEAD, "sliding_window": 16, "tie_word_embeddings": True},
+        vision={
+            "hidden_size": 24,
+            "intermediate_size": 20,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        outer={"image_token_index": 3, "boi_token_index": 4, "eoi_token_index": 5, "mm_tokens_per_image": 4},
+    ),
     "phi3": Family("Phi3ForCausalLM", "phi3", {}),
     "mixtral": Family("MixtralForCausalLM", "mixtral", {**_HEAD, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2_moe": Family(
@@ -106,19 +135,20 @@ FAMILIES: Mapping[str, Family] = {
         {**_HEAD, **_QWEN_MOE, **_LINEAR_ATTENTION, "shared_expert_intermediate_size": 56},
         draft="module",
     ),
+    "qwen3_5": Family(
+        "Qwen3_5ForConditionalGeneration",
+        "qwen3_5",
+        {**_HEAD, **_LINEAR_ATTENTION},
+        vision=_QWEN_VISION,
+        outer=_QWEN_OUTER,
+        draft="module",
+    ),
     "qwen3_5_moe": Family(
         "Qwen3_5MoeForConditionalGeneration",
         "qwen3_5_moe",
         {**_HEAD, **_QWEN_MOE, **_LINEAR_ATTENTION, "shared_expert_intermediate_size": 56},
-        vision={
-            "depth": 1,
-            "hidden_size": 32,
-            "intermediate_size": 24,
-            "num_heads": 2,
-            "out_hidden_size": 48,
-            "num_position_embeddings": 16,
-        },
-        outer={"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6},
+        vision=_QWEN_VISION,
+        outer=_QWEN_OUTER,
         stacked=True,
         draft="module",
     ),

@@ -26,6 +26,10 @@ PUBLISHED = {
     "qwen2": ["model.layers.0.self_attn.q_proj.bias"],
     "qwen3": ["model.layers.0.self_attn.q_norm.weight"],
     "gemma2": ["model.layers.0.pre_feedforward_layernorm.weight", "model.layers.0.post_feedforward_layernorm.weight"],
+    "gemma3_vl": [
+        "language_model.model.layers.0.self_attn.q_norm.weight",
+        "multi_modal_projector.mm_input_projection_weight",
+    ],
     "phi3": ["model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.mlp.gate_up_proj.weight"],
     "mixtral": ["model.layers.2.block_sparse_moe.experts.4.w3.weight", "model.layers.2.block_sparse_moe.gate.weight"],
     "qwen2_moe": ["model.layers.0.mlp.shared_expert_gate.weight", "model.layers.0.mlp.experts.4.gate_proj.weight"],
