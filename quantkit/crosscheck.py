@@ -6,6 +6,7 @@ Expected sizes come from the split units of the role table, so a new role is che
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -145,6 +146,8 @@ def _shapes(arch: Architecture, dims: Dims, weights: Mapping[Key, Weight]) -> It
 def _canonical(arch: Architecture, role: Role, key: Key, weight: Weight) -> tuple[int, ...]:
     """`[N, K]` of a weight; the expert dimension of stacked ones is left out."""
     shape = weight.shape
+    if role.kind is Kind.VECTOR:
+        return (math.prod(shape),)  # a correction bias may be stored as [1, E]
     if role.per_expert and key.expert is None and len(shape) == 3:
         shape = shape[1:]
         return shape[::-1] if arch.experts_transposed and "weight" in weight.parts else shape

@@ -7,7 +7,7 @@ with its reason. A name that no record classifies parses to None: callers list a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from quantkit.archs.rules import (
 __all__ = ["PARTS", "Architecture", "Dims", "split_name", "text_config"]
 
 _Lookup = Callable[[str], str | None]
+_PREFIXES = re.compile(rf"(?:(?:{'|'.join(MODEL_PREFIXES)})\.)*")
 _LAYER = re.compile(r"(?:layers|blocks|h)\.(\d+)\.")
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
 
@@ -98,12 +99,7 @@ class Architecture:
         return Key(None, opaque, label=name) if opaque else self._match(None, None, rest, self.model_role)
 
     def _match(self, layer: int | None, expert: int | None, rest: str, lookup: _Lookup) -> Key | None:
-        stem, _, last = rest.rpartition(".")
-        candidates = [(rest, "weight")]
-        if last in PARTS:
-            candidates.append((stem, last))
-        candidates += [(rest.removesuffix(f"_{part}"), part) for part in JOINED_PARTS if rest.endswith(f"_{part}")]
-        for candidate, part in candidates:
+        for candidate, part in _spellings(rest):
             role = lookup(candidate)
             if role is not None:
                 return self._key(layer, role, expert, part, rest)
@@ -131,7 +127,7 @@ class Architecture:
 
 def split_name(name: str) -> tuple[int | None, int | None, str]:
     """(layer, expert, rest) of a tensor's name: `rest` is what rules match, with `*` for the expert."""
-    bare = _strip_prefixes(name)
+    bare = name[_PREFIXES.match(name).end() :]  # type: ignore[union-attr]  # it matches the empty string too
     found = _LAYER.match(bare)
     if not found:
         return None, None, bare
@@ -142,16 +138,19 @@ def split_name(name: str) -> tuple[int | None, int | None, str]:
     return int(found[1]), int(expert[1]), rest[: expert.start(1)] + "*" + rest[expert.end(1) :]
 
 
+def _spellings(rest: str) -> Iterator[tuple[str, str]]:
+    """(module or bare parameter, part) that a name can stand for; a rule for the whole name wins."""
+    yield rest, "weight"
+    stem, _, last = rest.rpartition(".")
+    if last in PARTS:
+        yield stem, last
+    for part in JOINED_PARTS:
+        if rest.endswith(f"_{part}"):
+            yield rest.removesuffix(f"_{part}"), part
+
+
 def _subtree(rest: str, lookup: _Lookup) -> str | None:
     """Role of the innermost rule ending in `.**` that claims a name."""
     fields = rest.split(".")
     ends = range(len(fields) - 1, 0, -1)
     return next((role for end in ends if (role := lookup(".".join(fields[:end]) + ".**"))), None)
-
-
-def _strip_prefixes(name: str) -> str:
-    fields = name.split(".")
-    start = 0
-    while start < len(fields) - 1 and fields[start] in MODEL_PREFIXES:
-        start += 1
-    return ".".join(fields[start:])

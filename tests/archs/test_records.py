@@ -60,7 +60,7 @@ def test_roles_are_consistent(role: Any) -> None:
         ("mixtral", "model.layers.3.block_sparse_moe.experts.7.w2.weight", Key(3, "expert.down", 7)),
         ("mixtral", "model.layers.3.mlp.experts.down_proj", Key(3, "expert.down")),
         ("deepseek_v3", "model.layers.61.eh_proj.weight", Key(61, "mtp", label="eh_proj.weight")),
-        ("deepseek_v3", "model.layers.0.self_attn.q_b_proj.weight_scale_inv", Key(0, "mla.q_b", part="weight_scale_inv")),
+        ("deepseek_v3", "model.layers.0.self_attn.o_proj.weight_scale_inv", Key(0, "attn.o", part="weight_scale_inv")),
         ("glm4_moe", "model.layers.92.shared_head.head.weight", Key(92, "mtp", label="shared_head.head.weight")),
         ("kimi_k25", "language_model.model.layers.1.mlp.experts.9.up_proj.weight", Key(1, "expert.up", 9)),
         ("kimi_k25", "mm_projector.proj.0.weight", Key(None, "vision", label="mm_projector.proj.0.weight")),
