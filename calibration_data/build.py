@@ -34,8 +34,10 @@ CHINESE_SIZES = (700, 1400, 900, 2400, 1800, 600, 3600, 1100, 2000, 10500, 1500)
 
 EMAIL = re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
 URL_HOST = re.compile(r"\b(https?|ftp|git|ssh|wss?)://[^/\s\"'<>)\]，。；）]+")
-HOST = re.compile(
-    r"\b(?:[\w-]+\.)*(?:debian|pypi|npmjs|pythonhosted|python|github|gitlab|golang)\.(?:org|com|net|io)\b"
+HOST = re.compile(r"\b(?:[\w-]+\.)+(?:org|com)\b(?!\()")
+NAVIGATION = re.compile(
+    r"(?:Download the ebook|Prev|Next|Home|Up|上一级|起始页|Debian 管理员手册|The Debian Administrator's Handbook)$"
+    r"|(?:Prev|Next)(?:[A-Z]\.|\d|[A-Z][a-z])|上一页|下一页"
 )
 CJK = re.compile(r"[\u4e00-\u9fff]")
 
@@ -189,9 +191,7 @@ def html_paragraphs(path: Path) -> list[str]:
     parser.close()
     parser.flush()
     kept = [clean(p) for p in parser.paragraphs]
-    dropped = {"Download the ebook", "Prev", "Next", "Home", "Up", "上一页", "下一页"}
-    dropped |= {"Debian 管理员手册", "The Debian Administrator's Handbook"}
-    return [p for p in kept if p and p not in dropped and len(p) > 1]
+    return [p for p in kept if len(p) > 1 and not NAVIGATION.match(p)]
 
 
 def mallard_paragraphs(path: Path) -> list[str]:
