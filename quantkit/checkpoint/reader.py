@@ -256,6 +256,10 @@ class Source:
             entries[key] = Entry(key, name, stored, found, shape, found.dtype(stored), transposed)
         return entries, unclassified
 
+    def files_of(self, key: Key) -> set[str]:
+        """Files that hold the data of a stored key."""
+        return {self.index.file_of[info.name] for info in self.entries[key].stored.values()}
+
     def layer_keys(self, layer: int) -> Iterator[Key]:
         return (key for key in self.entries if key.layer == layer)
 

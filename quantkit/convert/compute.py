@@ -6,6 +6,7 @@ float32; one expert's matrix where experts are stacked.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,7 +135,7 @@ class Producer:
             matrix = self._source.canonical(piece.key, read((piece.slot, piece.slot + 1)))[0]
             yield (piece.start, piece.stop), matrix[piece.start : piece.stop]
             return
-        width = max(1, _product(entry.shape[1:]))
+        width = max(1, math.prod(entry.shape[1:]))
         step = max(1, READ_ELEMENTS // width)
         for start in range(piece.start, piece.stop, step):
             stop = min(start + step, piece.stop)
@@ -158,10 +159,3 @@ def _zeros(tensor: PlannedTensor, piece: Zeros) -> Tensor:
     """Padding rows; their shape is that of the tensor below the rows (and below the experts)."""
     below = tensor.shape[2:] if tensor.experts else tensor.shape[1:]
     return torch.zeros(piece.rows, *below, dtype=torch_dtype(tensor.dtype))
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -96,7 +97,10 @@ def decide(source: Source, recipe: Recipe, form: str, problems: Problems) -> Dec
     dropped: list[Dropped] = []
     for key, entry in source.entries.items():
         if recipe.mtp == "drop" and source.dims.is_draft(key):
-            dropped += [Dropped(name=info.name, rule="recipe: mtp is drop") for info in entry.stored.values()]
+            rule = "recipe: mtp is drop"
+            dropped.append(Dropped(name=entry.name, rule=rule, parameters=math.prod(entry.shape)))
+            others = [info.name for info in entry.stored.values() if info.name != entry.name]
+            dropped += [Dropped(name=name, rule=rule) for name in others]
             continue
         written.append(key)
         if key.part == "weight":

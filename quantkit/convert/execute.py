@@ -19,13 +19,15 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from quantkit.archs import Key
+from quantkit.archs.assemble import Location
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import WrittenTensor, file_sha256, read_chunks, write_atomic, write_tensors
 from quantkit.console import Progress
 from quantkit.convert.compute import CalibratedScales, Producer
 from quantkit.convert.plan import needed_bytes
+from quantkit.convert.shard_source import open_source
 from quantkit.convert.units import Plan, PlannedFile
 from quantkit.errors import QuantkitError
 from quantkit.outdir import OutputFolder
@@ -43,7 +45,7 @@ class SourceSpec:
     calibration: Path | None
 
     def open(self) -> Source:
-        return Source(self.root, ignore_index=self.ignore_index, extra_roles=self.extra_roles)
+        return open_source(self.root, ignore_index=self.ignore_index, extra_roles=self.extra_roles)
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def _jobs(plan: Plan, source: Source) -> Iterator[Job]:
         yield Job(f"file:{name}", (source.root / name).stat().st_size, copy=name)
     for file in plan.files:
         yield Job(f"file:{file.name}", file.nbytes, planned=file)
-        used = {source.index.file_of[info.name] for info in _stored(source, file)}
+        used = set[str]().union(*(source.files_of(key) for key in _keys(file)))
         for name in sorted(used - hashed):
             yield hash_job(name)
     for name in source.index.headers:
@@ -114,12 +116,8 @@ def _jobs(plan: Plan, source: Source) -> Iterator[Job]:
             yield hash_job(name)
 
 
-def _stored(source: Source, file: PlannedFile) -> Iterator[Any]:
-    from quantkit.archs.assemble import Location
-
-    keys = {piece.key for tensor in file.tensors for piece in tensor.pieces if isinstance(piece, Location)}
-    for key in keys:
-        yield from source.entries[key].stored.values()
+def _keys(file: PlannedFile) -> set[Key]:
+    return {piece.key for tensor in file.tensors for piece in tensor.pieces if isinstance(piece, Location)}
 
 
 def _check_space(plan: Plan, source: Source, out: Path, rest: set[str]) -> None:

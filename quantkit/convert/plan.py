@@ -5,6 +5,7 @@ All problems are reported together before anything is written.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -85,7 +86,7 @@ def plan(
         dropped=decisions.dropped + dropped_files,
         ignore=ignore if _any_int8(decisions) else (),
         ranks=ranks,
-        parameters=sum(_numel(entry.shape) for entry in source.entries.values()),
+        parameters=sum(math.prod(entry.shape) for entry in source.entries.values()),
         source_bytes=sum(header.file_size for header in source.index.headers.values()),
         quantized=sum(scheme.is_int8 for scheme in decisions.schemes.values()),
         kept=len(decisions.written) - sum(scheme.is_int8 for scheme in decisions.schemes.values()),
@@ -196,9 +197,9 @@ def _check_outcome(source: Source, decisions: Decisions, result: Plan) -> None:
     covered = covered_elements(source, result.files)
     for key in decisions.written:
         entry = source.entries[key]
-        if covered.get(key, 0) != _numel(entry.shape):
+        if covered.get(key, 0) != math.prod(entry.shape):
             problems.source.append(
-                f"{entry.name}: {covered.get(key, 0)} of its {_numel(entry.shape)} elements would be written"
+                f"{entry.name}: {covered.get(key, 0)} of its {math.prod(entry.shape)} elements would be written"
             )
     problems.raise_if_any()
 
@@ -213,7 +214,9 @@ def covered_elements(source: Source, files: Iterable[PlannedFile]) -> dict[Key, 
             for piece in tensor.pieces:
                 if isinstance(piece, Location):
                     shape = source.entries[piece.key].shape
-                    width = _numel(shape[1:]) if piece.slot is None else _numel(source.canonical_shape(piece.key)[2:])
+                    width = (
+                        math.prod(shape[1:]) if piece.slot is None else math.prod(source.canonical_shape(piece.key)[2:])
+                    )
                     columns = tensor.columns or (0, width)
                     boxes[piece.key].add((piece.slot, piece.start, piece.stop, *columns))
     return {
@@ -239,13 +242,6 @@ def _warnings(source: Source, result: Plan, mesh: Mesh) -> Iterator[str]:
         yield f"{len(decoded)} tensors are decoded from a native low-bit format before they are rounded again"
     if result.form == "checkpoint" and not result.quantized:
         yield "the recipe quantizes nothing; the output has the source's tensors bit for bit"
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
 
 
 def needed_bytes(result: Plan, root: Path) -> int:

@@ -215,7 +215,7 @@ class ShardedForm:
         stored = [piece.key for piece in pieces if isinstance(piece, Location)]
         sources = tuple(dict.fromkeys(self.source.entries[key].name for key in stored))
         name = target.key.shard_name
-        row_slices, column_slices = self._slices(target, ranges, columns, size)
+        row_slices, column_slices = self._slices(target, ranges, columns)
         shared: dict[str, Any] = {"pieces": pieces, "experts": experts, "sources": sources}
         window = (columns.start, columns.stop) if columns else None
         slices: dict[str, Any] = {"global_shape": target.shape, "slices": row_slices + column_slices}
@@ -271,7 +271,7 @@ class ShardedForm:
                     yield Zeros(part.padding)
 
     def _slices(
-        self, target: Target, ranges: list[Range], columns: Range | None, size: int
+        self, target: Target, ranges: list[Range], columns: Range | None
     ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int, int], ...]]:
         """Slices along the rows (one per part) and along the columns, in the global tensor."""
         row_dim = 1 if target.per_expert else 0
@@ -280,7 +280,9 @@ class ShardedForm:
         for member, part in zip(target.members, ranges, strict=True):
             rows.append((row_dim, start + part.start, start + part.stop))
             start += member.rows
-        whole = size == 1 or all(part == Range(0, m.rows) for m, part in zip(target.members, ranges, strict=True))
+        whole = len(ranges) == 1 and all(
+            part == Range(0, m.rows) for m, part in zip(target.members, ranges, strict=True)
+        )
         column = () if columns is None else ((row_dim + 1, columns.start, columns.stop),)
         return () if whole else tuple(rows), column
 

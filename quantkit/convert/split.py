@@ -66,7 +66,8 @@ def misfit(dims: Dims, role: Role, length: int, size: int, what: str, group: int
     units = unit_count(dims, role, length)
     if not units or length % units:
         return f"{role.name} has {length} rows or columns, not a multiple of {units} {role.unit}"
-    legal = [n for n in range(1, max(units, size) + 1) if _fits(dims, role, length, n, group)]
+    most = max(units, size, dims.heads if role.unit in _HEAD_UNITS else 1)
+    legal = [n for n in range(1, most + 1) if _fits(dims, role, length, n, group)]
     groups = f" in groups of {group}" if group else ""
     return (
         f"{what}={size} does not divide {role.name} with {units} {role.unit}{groups}; "

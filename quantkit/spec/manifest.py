@@ -6,9 +6,10 @@ stamps, host names or absolute paths: equal input and options give equal bytes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -70,8 +71,9 @@ class TensorRecord(_Strict):
         dtype: safetensors name.
         shape: as written.
         global_shape: of the whole tensor before the split.
-        slices: [start, stop) of this piece in the global shape for each split dimension: (dim, start, stop). A fused
-            tensor has one row per part in order; `global_shape` then is that of the fused tensor.
+        slices: (dim, start, stop) in the global shape: which rows and columns of the whole tensor these are. One item
+            for each run of rows, in the order of the rows here (a fused tensor has one for each part), then one for
+            the columns; empty when the tensor is whole. Rows after the runs are padding and hold zeros.
         scheme: row of `spec.scheme.SCHEMES` that the GEMM runs in.
         scale: name of its scale tensor, "" if none.
         alias: name of the tensor whose bytes this one shares (tied embeddings), "" if none.
@@ -102,10 +104,17 @@ class TensorRecord(_Strict):
 
 
 class Dropped(_Strict):
-    """A source tensor that was not written, and the rule that says so."""
+    """A tensor or a file of the source that was not written.
+
+    Attributes:
+        name: of the tensor or file.
+        rule: what says so.
+        parameters: of the tensor, 0 for a file.
+    """
 
     name: str
     rule: str
+    parameters: int = 0
 
 
 class RankFiles(_Strict):
@@ -145,6 +154,7 @@ class Manifest(_Strict):
         dropped: every source tensor that was not written.
         ranks: what each rank reads.
         parameters: number of parameters of the source, scales not counted.
+        digest: sha256 over this manifest with an empty digest, so that a changed manifest is found too.
     """
 
     format_version: Literal[1] = 1
@@ -164,6 +174,7 @@ class Manifest(_Strict):
     dropped: tuple[Dropped, ...] = ()
     ranks: tuple[RankFiles, ...] = ()
     parameters: int
+    digest: str = ""
 
 
 def manifest_path(folder: Path) -> Path | None:
@@ -178,15 +189,19 @@ def read_manifest(path: Path) -> Manifest:
     """Parse and validate a manifest.
 
     Raises:
-        InputError: unreadable, not JSON, of another version, or with unknown or missing fields (all listed).
+        InputError: unreadable, not JSON, of another version, with unknown or missing fields (all listed), or changed
+            since it was written.
     """
     try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
+        raw = path.read_bytes()
+        manifest = Manifest.model_validate_json(raw)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}", "run `quantkit convert` again") from error
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
         raise InputError(f"{path} is not a quantkit manifest", "convert again", items=problems) from error
+    if raw != manifest_bytes(manifest):
+        raise InputError(f"{path} was changed or damaged since it was written", "copy it again, or convert again")
     outside = sorted({file.name for file in manifest.files if not _inside(file.name)})
     if outside:
         raise InputError(f"{path} names files outside its folder", items=outside)
@@ -198,5 +213,11 @@ def _inside(name: str) -> bool:
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """Canonical JSON: sorted keys, compact, one line."""
-    return (json.dumps(manifest.model_dump(mode="json"), sort_keys=True, ensure_ascii=False) + "\n").encode()
+    """Canonical JSON (sorted keys, one line) with the digest filled in."""
+    fields = {**manifest.model_dump(mode="json"), "digest": ""}
+    fields["digest"] = hashlib.sha256(_canonical(fields)).hexdigest()
+    return _canonical(fields)
+
+
+def _canonical(fields: dict[str, Any]) -> bytes:
+    return (json.dumps(fields, sort_keys=True, ensure_ascii=False) + "\n").encode()
