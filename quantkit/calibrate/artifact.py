@@ -1,0 +1,162 @@
+"""The finished artifact from the layers' records: one layer in memory at a time, `calibration.json` last."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quantkit import __version__
+from quantkit.calibrate.data import Samples
+from quantkit.calibrate.state import INPUT_PREFIX, SCALE_PREFIX, GemmRecord, LayerRecord, layer_path, load_layer
+from quantkit.calibrate.statistics import InputStats, clipping_shares
+from quantkit.checkpoint.reader import Source
+from quantkit.checkpoint.writer import order_for_alignment, write_atomic, write_tensors
+from quantkit.recipe import Recipe
+from quantkit.spec.calibration import (
+    ACTIVATIONS_NAME,
+    REPORT_NAME,
+    SCALES_NAME,
+    SUMMARY_NAME,
+    CalibrationSummary,
+    ClippingRow,
+    GemmSummary,
+)
+from quantkit.spec.tensorfile import Header, TensorInfo, read_header, read_tensor
+
+HIGH_ERROR = 0.05
+"""Relative error of a GEMM input under per-token INT8 from which the report warns."""
+
+
+def write_artifact(out: Path, work: Path, source: Source, recipe: Recipe, samples: Samples) -> CalibrationSummary:
+    """Write the four files of the artifact from the records in `work`."""
+    paths = [layer_path(work, layer) for layer in range(source.dims.layers)]
+    headers = [read_header(path) for path in paths]
+    _join(out / SCALES_NAME, headers, SCALE_PREFIX, ".weight_scale")
+    _join(out / ACTIVATIONS_NAME, headers, INPUT_PREFIX, "")
+    summary = _summarize(paths, source, recipe, samples)
+    from quantkit.report.calibration import render
+
+    write_atomic(out / REPORT_NAME, [render(summary).encode()])
+    text = json.dumps(summary.model_dump(mode="json"), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    write_atomic(out / SUMMARY_NAME, [f"{text}\n".encode()])
+    return summary
+
+
+def _join(target: Path, headers: Iterable[Header], prefix: str, suffix: str) -> None:
+    """Copy all tensors whose names start with `prefix` from the layers' files into one, under their final names."""
+    found: dict[str, tuple[Path, TensorInfo]] = {}
+    for header in headers:
+        for name, info in header.tensors.items():
+            if name.startswith(prefix):
+                found[name.removeprefix(prefix) + suffix] = (header.path, info)
+    rows = [(name, info.dtype, info.shape) for name, (_, info) in found.items()]
+
+    def produce(name: str) -> Iterator[Tensor]:
+        path, info = found[name]
+        with path.open("rb") as file:
+            yield read_tensor(file.fileno(), info, path=path)
+
+    write_tensors(target, [rows[index] for index in order_for_alignment(rows)], produce)
+
+
+@dataclass
+class _Totals:
+    """What is added up over the layers."""
+
+    gemms: list[GemmSummary] = field(default_factory=list)
+    expert_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    by_kind: defaultdict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+
+def _summarize(paths: Iterable[Path], source: Source, recipe: Recipe, samples: Samples) -> CalibrationSummary:
+    totals = _Totals()
+    min_tokens = recipe.calibration.min_tokens_per_expert
+    for layer, path in enumerate(paths):
+        _add_layer(totals, layer, load_layer(path), min_tokens)
+    warnings = (*samples.warnings, *_warnings(totals.gemms, min_tokens))
+    return CalibrationSummary(
+        tool_version=__version__,
+        recipe=recipe.model_dump(mode="json"),
+        architecture=source.arch.name,
+        model_type=str(source.config.get("model_type", "")),
+        source_digest=source.digest(),
+        samples=tuple(sample.record for sample in samples.samples),
+        tokens=samples.tokens,
+        expected_gemms=len(totals.gemms),
+        observed_gemms=len(totals.gemms),
+        gemms=tuple(totals.gemms),
+        clipping=tuple(_clipping(totals.by_kind, samples.kinds)),
+        expert_tokens=totals.expert_tokens,
+        warnings=warnings,
+    )
+
+
+def _add_layer(totals: _Totals, layer: int, record: LayerRecord, min_tokens: int) -> None:
+    pooled: dict[str, InputStats] = {}
+    for gemm in record.gemms:
+        stats = record.inputs[gemm.input]
+        if gemm.expert is not None and gemm.rows < min_tokens and gemm.input not in pooled:
+            pooled[gemm.input] = stats.over_experts()
+        totals.gemms.append(_gemm_summary(layer, gemm, stats, pooled.get(gemm.input), min_tokens))
+    for role, name in {gemm.role: gemm.input for gemm in record.gemms}.items():
+        totals.by_kind[role].append(record.inputs[name].absmax_by_kind)
+    rows = Counter({gemm.expert: gemm.rows for gemm in record.gemms if gemm.expert is not None})
+    if rows:
+        totals.expert_tokens[layer] = tuple(rows[expert] for expert in sorted(rows))
+
+
+def _gemm_summary(
+    layer: int, gemm: GemmRecord, own: InputStats, pooled: InputStats | None, min_tokens: int
+) -> GemmSummary:
+    falls_back = gemm.expert is not None and gemm.rows < min_tokens and pooled is not None
+    stats, row = (pooled, 0) if falls_back and pooled is not None else (own, gemm.expert or 0)
+    return GemmSummary(
+        name=gemm.name,
+        role=gemm.role,
+        layer=layer,
+        expert=gemm.expert,
+        shape=gemm.shape,
+        quantized=gemm.quantized,
+        tokens=gemm.rows,
+        absmax=float(stats.absmax[row].max()),
+        token_error=stats.token_relative(row),
+        group_error=stats.group_relative(row),
+        group_size=stats.group_size,
+        outlier_channels=len(stats.outlier_channels(row)),
+        fallback=f"all experts of layer {layer}" if falls_back else "",
+    )
+
+
+def _clipping(by_kind: Mapping[str, list[Tensor]], kinds: tuple[str, ...]) -> Iterator[ClippingRow]:
+    for role in sorted(by_kind):
+        shares: NDArray[np.float64] = clipping_shares(by_kind[role])
+        for a, scales_from in enumerate(kinds):
+            for b, clipped in enumerate(kinds):
+                if a != b:
+                    yield ClippingRow(
+                        role=role, scales_from=scales_from, clipped=clipped, share=round(float(shares[a, b]), 6)
+                    )
+
+
+def _warnings(gemms: list[GemmSummary], min_tokens: int) -> Iterator[str]:
+    experts = {(gemm.layer, gemm.expert): gemm.tokens for gemm in gemms if gemm.fallback}
+    if experts:
+        named = ", ".join(f"layer {layer} expert {expert} ({tokens})" for (layer, expert), tokens in experts.items())
+        yield (
+            f"{len(experts)} experts saw fewer than {min_tokens} tokens; their activation statistics are those of all "
+            f"experts of their layer, their weights are quantized from the weights alone: {named}"
+        )
+    high = sorted((gemm for gemm in gemms if gemm.token_error > HIGH_ERROR), key=lambda gemm: -gemm.token_error)
+    if high:
+        worst = high[0]
+        yield (
+            f"{len(high)} GEMM inputs lose more than {HIGH_ERROR:.0%} to per-token INT8; worst: {worst.name} with "
+            f"{worst.token_error:.1%} ({worst.group_error:.1%} in groups of {worst.group_size})"
+        )

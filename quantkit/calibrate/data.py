@@ -1,0 +1,234 @@
+"""Calibration samples: drawn by weight with a seed, tokenized, deduplicated, frozen with their hashes.
+
+Samples of one batch have the same length and kind of text: nothing is padded, so nothing has to be masked out of the
+statistics, and the extremes of each kind fall out of the batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantkit.calibrate.sources import Row, default_mix, read_rows
+from quantkit.errors import InputError, UsageError
+from quantkit.recipe import Calibration
+from quantkit.spec.calibration import SampleRecord
+
+MIN_TOKENS = 8
+"""Shorter texts are passed over: their statistics are those of the first positions."""
+
+_CHARS_PER_TOKEN = 32
+"""Text beyond this many characters per wanted token is cut before it is tokenized, to save time."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One text as token ids `[tokens]`, int64."""
+
+    ids: Tensor
+    kind: str
+    source: str
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of the token ids as little-endian int32."""
+        return hashlib.sha256(self.ids.numpy().astype("<i4").tobytes()).hexdigest()
+
+    @property
+    def record(self) -> SampleRecord:
+        return SampleRecord(source=self.source, kind=self.kind, tokens=len(self.ids), sha256=self.sha256)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples that go through a layer together.
+
+    Attributes:
+        ids: int64 `[batch, tokens]`, no padding.
+        kind: index into `Samples.kinds`.
+        samples: index of each row into `Samples.samples`.
+        names: description of each row for errors.
+    """
+
+    ids: Tensor
+    kind: int
+    samples: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def describe(self, token: int) -> str:
+        """The sample that the token with this index in the flattened batch belongs to."""
+        row = min(token // self.ids.shape[1], len(self.samples) - 1)
+        return f"sample {self.samples[row]} ({self.names[row]})"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The frozen list, in the order of the recipe's sources and of the draw.
+
+    Attributes:
+        samples: what is fed.
+        warnings: sentences for the report.
+    """
+
+    samples: tuple[Sample, ...]
+    warnings: tuple[str, ...] = ()
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(sorted({sample.kind for sample in self.samples}))
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 over the samples' hashes and kinds, in order."""
+        lines = "".join(f"{sample.sha256} {sample.kind}\n" for sample in self.samples)
+        return hashlib.sha256(lines.encode()).hexdigest()
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(sample.ids) for sample in self.samples)
+
+    def batches(self, batch_tokens: int) -> list[Batch]:
+        """Batches of equal length and kind, at most `batch_tokens` tokens each (or one sample)."""
+        groups: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for index, sample in enumerate(self.samples):
+            groups[sample.kind, len(sample.ids)].append(index)
+        batches = []
+        for (kind, length), members in sorted(groups.items()):
+            size = max(1, batch_tokens // length)
+            for start in range(0, len(members), size):
+                chosen = members[start : start + size]
+                batches.append(self._batch(self.kinds.index(kind), chosen))
+        return batches
+
+    def _batch(self, kind: int, chosen: Sequence[int]) -> Batch:
+        members = [self.samples[index] for index in chosen]
+        names = tuple(f"{sample.kind}, {sample.source}" for sample in members)
+        return Batch(torch.stack([sample.ids for sample in members]), kind, tuple(chosen), names)
+
+
+def load_tokenizer(root: Path) -> Any:
+    """The tokenizer of a checkpoint folder.
+
+    Raises:
+        InputError: it has none that transformers reads.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(root)
+    except (ValueError, OSError, KeyError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"{root} has no tokenizer that transformers can load: {first_line}",
+            "copy tokenizer.json and tokenizer_config.json of the model beside its weights",
+        ) from error
+
+
+def draw_samples(tokenizer: Any, options: Calibration) -> Samples:
+    """Draw `options.samples` samples; a source that runs dry passes its share on to the others.
+
+    Raises:
+        UsageError: fewer kinds of text than `min_sources`.
+        InputError: a source cannot be read, or nothing long enough was found.
+    """
+    mix = options.mix or default_mix()
+    rows = [read_rows(source) for source in mix]
+    encoder = _Encoder(tokenizer, options.seq_len)
+    streams = [
+        encoder.stream(table, np.random.default_rng([options.seed, index])) for index, table in enumerate(rows)
+    ]
+    drawn: list[list[Sample]] = [[] for _ in mix]
+    dry: list[int] = []
+    while (missing := options.samples - sum(map(len, drawn))) > 0:
+        flowing = [index for index in range(len(mix)) if index not in dry]
+        for index, share in zip(flowing, _shares([mix[i].weight for i in flowing], missing), strict=True):
+            taken = list(islice(streams[index], share))
+            drawn[index] += taken
+            dry += [index] if len(taken) < share else []
+        if len(dry) == len(mix):
+            break
+    samples = tuple(sample for part in drawn for sample in part)
+    if not samples:
+        raise InputError(f"no calibration text has {MIN_TOKENS} tokens or more", "give longer texts")
+    result = Samples(samples, tuple(_warnings(options, samples, [mix[i].data for i in dry], encoder.without_template)))
+    _check_kinds(result, options.min_sources)
+    return result
+
+
+def _shares(weights: Sequence[float], total: int) -> list[int]:
+    """Split `total` by weight; remainders go to the largest fractions, the first of equals first."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    shares = [int(value) for value in exact]
+    by_fraction = sorted(range(len(exact)), key=lambda index: shares[index] - exact[index])
+    for index in by_fraction[: total - sum(shares)]:
+        shares[index] += 1
+    return shares
+
+
+def _check_kinds(samples: Samples, min_sources: int) -> None:
+    if len(samples.kinds) < min_sources:
+        raise UsageError(
+            f"the calibration text has {len(samples.kinds)} kind ({', '.join(samples.kinds)}), the recipe wants at "
+            f"least {min_sources}: statistics of one kind mislead on the others",
+            "add sources with --data, or pass --force-sources if this text is all that the model will ever see",
+        )
+
+
+def _warnings(
+    options: Calibration, samples: Sequence[Sample], dry: Sequence[str], without_template: int
+) -> Iterator[str]:
+    if dry and len(samples) == options.samples:
+        yield f"these sources had fewer samples than their share, others were drawn instead: {', '.join(dry)}"
+    if len(samples) < options.samples:
+        yield f"{options.samples} samples were asked for, the sources hold {len(samples)}"
+    if without_template:
+        yield f"the tokenizer has no chat template: {without_template} dialogues were fed as plain text"
+
+
+class _Encoder:
+    """Turns rows into samples, each token sequence once.
+
+    Attributes:
+        without_template: dialogues that were fed as plain text.
+    """
+
+    def __init__(self, tokenizer: Any, seq_len: int) -> None:
+        self._tokenizer, self._seq_len = tokenizer, seq_len
+        self._seen: set[str] = set()
+        self.without_template = 0
+
+    def stream(self, rows: Sequence[Row], generator: np.random.Generator) -> Iterator[Sample]:
+        """Samples of `rows` in a random order."""
+        for position in generator.permutation(len(rows)):
+            row = rows[int(position)]
+            sample = Sample(self._encode(row)[: self._seq_len], row.kind, row.source)
+            if len(sample.ids) >= min(MIN_TOKENS, self._seq_len) and sample.sha256 not in self._seen:
+                self._seen.add(sample.sha256)
+                yield sample
+
+    def _encode(self, row: Row) -> Tensor:
+        special = True
+        text = row.text
+        if row.messages:
+            text, special = self._dialogue(row)
+        text = text[: self._seq_len * _CHARS_PER_TOKEN]
+        # lengths are ours to check, so that the tokenizer does not warn about texts beyond the model's window
+        ids = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        return torch.tensor(ids, dtype=torch.int64)
+
+    def _dialogue(self, row: Row) -> tuple[str, bool]:
+        """Text of a dialogue and whether the tokenizer must still add its special tokens."""
+        if getattr(self._tokenizer, "chat_template", None):
+            return str(self._tokenizer.apply_chat_template(list(row.messages), tokenize=False)), False
+        self.without_template += 1
+        return "\n".join(message["content"] for message in row.messages), True

@@ -1,0 +1,209 @@
+"""What is kept about the input of a GEMM: small, mergeable, and the same whatever the number of threads.
+
+Shape suffixes: T tokens (rows), K input channels, E experts (1 for an input that is not per expert), B histogram bins,
+C kinds of text.
+
+Errors and sums of squares are computed per row in float32 and added in float64, one row after the other in the order
+of the samples, so a sum does not depend on how many threads computed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quantkit.arithmetic import dequantize, group_size_for, quantize_tokens
+
+BINS_PER_OCTAVE = 4
+MIN_EXPONENT, MAX_EXPONENT = -16, 16
+EDGES: NDArray[np.float64] = 2.0 ** (
+    np.arange(MIN_EXPONENT * BINS_PER_OCTAVE, MAX_EXPONENT * BINS_PER_OCTAVE + 1) / BINS_PER_OCTAVE
+)
+"""Edges of the histogram of per-token absolute maxima: bin i holds EDGES[i-1] <= x < EDGES[i]; the first and the last
+bin are open, so it has len(EDGES) + 1 bins."""
+
+OUTLIER_FACTOR = 6.0
+"""A channel is an outlier when its absolute maximum exceeds this many times the median channel's. The factor is that
+of the outlier definition in LLM.int8() (Dettmers et al. 2022, magnitude 6), taken relative to the median because the
+scale of an activation is arbitrary."""
+
+_CHUNK_ELEMENTS = 1 << 18  # 1 MiB of float32: the temporaries of a chunk stay in the cache
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """Per row of one input `[T, K]`, float32 `[T]` each: absmax, sum x^2, sum (x - q(x))^2 per token and per group."""
+
+    absmax: NDArray[np.float32]
+    square: NDArray[np.float32]
+    token_error: NDArray[np.float32]
+    group_error: NDArray[np.float32]
+
+    def take(self, rows: NDArray[np.int64]) -> TokenStats:
+        return TokenStats(self.absmax[rows], self.square[rows], self.token_error[rows], self.group_error[rows])
+
+
+def token_stats(x_TK: Tensor) -> TokenStats:
+    """Row statistics of `x_TK`; groups are of `group_size_for(K)` channels. Non-finite rows give a non-finite absmax."""
+    k = x_TK.shape[-1]
+    group = group_size_for(k)
+    rows = max(1, _CHUNK_ELEMENTS // k)
+    parts = [_chunk_stats(chunk.float(), group) for chunk in x_TK.split(rows)]
+    columns = [torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)]
+    return TokenStats(*columns)
+
+
+def _chunk_stats(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    absmax = channel_absmax(x_TK, dim=-1)
+    square = torch.linalg.vecdot(x_TK, x_TK)
+    q, scale = quantize_tokens(x_TK)
+    error = dequantize(q, scale).sub_(x_TK)
+    token_error = torch.linalg.vecdot(error, error)
+    if group == x_TK.shape[-1]:
+        return absmax, square, token_error, token_error
+    q, scale = quantize_tokens(x_TK, group)
+    error = dequantize(q.unflatten(-1, (-1, group)), scale.unsqueeze(-1)).flatten(-2).sub_(x_TK)
+    return absmax, square, token_error, torch.linalg.vecdot(error, error)
+
+
+def channel_absmax(x: Tensor, dim: int = 0) -> Tensor:
+    """Largest magnitude along `dim`, float32; NaN where the slice holds one."""
+    low, high = torch.aminmax(x, dim=dim)
+    return torch.maximum(-low, high).float()
+
+
+@dataclass
+class InputStats:
+    """Statistics of one GEMM input over all tokens seen, the first dimension by expert.
+
+    Attributes:
+        absmax: float32 `[E, K]`, largest magnitude per channel.
+        absmax_by_kind: float32 `[C, K]`, the same by kind of text, over all experts.
+        tokens: int64 `[E]`, rows that entered.
+        histogram: int64 `[E, B]`, per-token absolute maxima, bins of `EDGES`.
+        square, token_error, group_error: float64 `[E]`, sums of x^2 and of (x - q(x))^2 with one scale per token, and
+            per token and group of `group_size_for(K)` channels.
+    """
+
+    absmax: Tensor
+    absmax_by_kind: Tensor
+    tokens: NDArray[np.int64]
+    histogram: NDArray[np.int64]
+    square: NDArray[np.float64]
+    token_error: NDArray[np.float64]
+    group_error: NDArray[np.float64]
+
+    @property
+    def group_size(self) -> int:
+        """Channels that share a scale in `group_error`."""
+        return group_size_for(self.absmax.shape[1])
+
+    @classmethod
+    def empty(cls, experts: int, k: int, kinds: int, device: torch.device) -> InputStats:
+        return cls(
+            absmax=torch.zeros(experts, k, device=device),
+            absmax_by_kind=torch.zeros(kinds, k, device=device),
+            tokens=np.zeros(experts, np.int64),
+            histogram=np.zeros((experts, len(EDGES) + 1), np.int64),
+            square=np.zeros(experts),
+            token_error=np.zeros(experts),
+            group_error=np.zeros(experts),
+        )
+
+    def add(self, absmax_EK: Tensor, kind: int, tokens: TokenStats, expert_of: NDArray[np.int64] | None = None) -> None:
+        """Add rows of one kind of text.
+
+        Args:
+            absmax_EK: largest magnitude per channel of each expert's rows, 0 where it has none.
+            kind: index of the kind of text.
+            tokens: row statistics.
+            expert_of: int64 `[T]`, expert of each row; None: all rows belong to row 0.
+        """
+        experts = len(self.tokens)
+        owner = np.zeros(len(tokens.absmax), np.int64) if expert_of is None else expert_of
+        bins = np.searchsorted(EDGES, tokens.absmax, side="right")
+        self.absmax = torch.maximum(self.absmax, absmax_EK)
+        self.absmax_by_kind[kind] = torch.maximum(self.absmax_by_kind[kind], absmax_EK.amax(0))
+        self.tokens += np.bincount(owner, minlength=experts)
+        width = len(EDGES) + 1
+        self.histogram += np.bincount(owner * width + bins, minlength=experts * width).reshape(experts, width)
+        self.square += np.bincount(owner, tokens.square, experts)
+        self.token_error += np.bincount(owner, tokens.token_error, experts)
+        self.group_error += np.bincount(owner, tokens.group_error, experts)
+
+    def merge(self, other: InputStats) -> InputStats:
+        """Statistics of both sets of tokens."""
+        return InputStats(
+            torch.maximum(self.absmax, other.absmax),
+            torch.maximum(self.absmax_by_kind, other.absmax_by_kind),
+            self.tokens + other.tokens,
+            self.histogram + other.histogram,
+            self.square + other.square,
+            self.token_error + other.token_error,
+            self.group_error + other.group_error,
+        )
+
+    def over_experts(self) -> InputStats:
+        """One row for all experts together: what an expert without tokens falls back to."""
+        return InputStats(
+            self.absmax.amax(0, keepdim=True),
+            self.absmax_by_kind,
+            *(value.sum(0, keepdims=True) for value in (self.tokens, self.histogram, self.square)),
+            self.token_error.sum(keepdims=True),
+            self.group_error.sum(keepdims=True),
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything as CPU tensors by field name, for `activations.safetensors`."""
+        arrays = {name: torch.from_numpy(getattr(self, name)) for name in _ARRAYS}
+        return {"absmax": self.absmax.cpu(), "absmax_by_kind": self.absmax_by_kind.cpu(), **arrays}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> InputStats:
+        arrays = {name: tensors[name].numpy() for name in _ARRAYS}
+        return cls(absmax=tensors["absmax"], absmax_by_kind=tensors["absmax_by_kind"], **arrays)
+
+    def token_relative(self, row: int) -> float:
+        """||x - q(x)|| / ||x|| with one scale per token; 0 for an input that is all zero."""
+        return _relative(self.token_error[row], self.square[row])
+
+    def group_relative(self, row: int) -> float:
+        """The same with one scale per token and group."""
+        return _relative(self.group_error[row], self.square[row])
+
+    def outlier_channels(self, row: int) -> NDArray[np.int64]:
+        """Indices of outlier channels (see `OUTLIER_FACTOR`)."""
+        channels = self.absmax[row].cpu().numpy().astype(np.float64)
+        return np.flatnonzero(channels > OUTLIER_FACTOR * np.median(channels))
+
+
+_ARRAYS = ("tokens", "histogram", "square", "token_error", "group_error")
+
+
+def _relative(error: float, square: float) -> float:
+    return float(np.sqrt(error / square)) if square > 0 else 0.0
+
+
+def clipping_shares(by_kind: Iterable[Tensor]) -> NDArray[np.float64]:
+    """Share of channels where one kind of text exceeds the range seen on another.
+
+    Args:
+        by_kind: `absmax_by_kind` `[C, K]` of each input to pool.
+
+    Returns:
+        float64 `[C, C]`: row a, column b: share of channels whose absolute maximum on kind b exceeds that on kind a.
+    """
+    exceeded: NDArray[np.float64] | None = None
+    channels = 0
+    for absmax_CK in by_kind:
+        over = (absmax_CK[None, :, :] > absmax_CK[:, None, :]).sum(-1).numpy().astype(np.float64)
+        exceeded = over if exceeded is None else exceeded + over
+        channels += absmax_CK.shape[1]
+    if exceeded is None:
+        return np.zeros((0, 0))
+    return exceeded / channels
