@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 
 from quantkit.archs import Key, Kind, Split, architecture_for
@@ -236,16 +237,18 @@ EXPECTED_DIMS: dict[str, dict[str, Any]] = {
     "phi3": {"head_dim": 12},
     "mixtral": {"experts": 5, "experts_per_token": 2, "moe_intermediate": 40, "shared_intermediate": 0},
     "qwen2_moe": {"experts": 5, "moe_intermediate": 24, "shared_intermediate": 56, "intermediate": 40},
-    "qwen3_next": {"shared_intermediate": 56, "query_rows": 32, "head_dim": 16},
+    "qwen3_next": {"experts": 5, "shared_intermediate": 56, "query_rows": 32, "head_dim": 16},
     "qwen3_5_moe": {"shared_intermediate": 56, "query_rows": 32, "layers": 3, "vocab": 131, "experts": 5},
     "deepseek_v2": {"experts": 6, "shared_intermediate": 48, "q_lora_rank": 0, "kv_lora_rank": 24},
     "deepseek_v3": {"head_dim": 20, "v_head_dim": 10, "q_lora_rank": 20, "shared_intermediate": 48},
-    "deepseek_v32": {"head_dim": 20, "index_heads": 3, "index_head_dim": 16},
+    "deepseek_v32": {"experts": 6, "head_dim": 20, "index_heads": 3, "index_head_dim": 16},
     "kimi_k2": {"experts": 5, "shared_intermediate": 24},
+    "qwen3_moe": {"experts": 5, "moe_intermediate": 24, "shared_intermediate": 0},
     "glm4_moe": {"head_dim": 16, "experts": 5, "shared_intermediate": 48, "experts_per_token": 2},
-    "glm_moe_dsa": {"head_dim": 20, "v_head_dim": 10, "index_heads": 3},
+    "glm_moe_dsa": {"experts": 5, "head_dim": 20, "v_head_dim": 10, "index_heads": 3},
     "minimax_m2": {"experts": 5, "moe_intermediate": 24, "intermediate": 0},
     "minimax_m3": {
+        "experts": 5,
         "moe_intermediate": 24,
         "intermediate": 40,
         "shared_intermediate": 56,
@@ -279,6 +282,54 @@ def test_units_times_rows_are_the_shapes(tiny: Tiny, family: str) -> None:
         assert (shape[-1] if role.split is Split.ROW else shape[0]) == size, entry.name
         seen.add(role.name)
     assert {"embed", "attn.o"} <= seen
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_query_and_key_norms_split_when_they_are_wider_than_a_head(tiny: Tiny, family: str) -> None:
+    source = Source(tiny(family))
+    for key, entry in source.entries.items():
+        if key.role in ("attn.q_norm", "attn.k_norm"):
+            per_head = entry.shape == (source.dims.head_dim,)
+            assert source.arch.role(key.role).split is (Split.REP if per_head else Split.COL), entry.name
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILY_NAMES if EXPECTED_DIMS.get(name, {}).get("experts")])
+def test_gate_stands_before_up_in_canonical_form(tiny: Tiny, family: str) -> None:
+    """By transformers' own gate: it shuts where the rows that we call `gate` are very negative, and only there."""
+    source = Source(tiny(family))
+    model = build_skeleton(load_config(source.root), dtype=torch.float32)
+    name, module = next((name, module) for name, module in model.named_modules() if name.endswith("mlp.experts"))
+    shape = (source.dims.experts, source.dims.moe_intermediate)
+    noise = torch.rand(shape, generator=torch.Generator().manual_seed(3)) + 0.5
+    shut = torch.full(shape, -1e4)
+    for parts, passing in (((shut, noise), False), ((noise, shut), True)):
+        canonical = torch.cat(parts, 1)[..., None]
+        stored = parameter_value(source.arch, source.dims, f"{name}.gate_up_proj", lambda _, value=canonical: value)
+        assert bool(module._apply_gate(stored.reshape(shape[0], -1)).all()) is passing
+
+
+def test_parts_are_cut_out_of_what_is_stored_fused(tiny: Tiny) -> None:
+    """Against slices written by hand from the class's code: halves, q before k before v, interleaved and transposed."""
+    phi = Source(tiny("phi3"))
+    raw = load_file(phi.root / "model.safetensors")
+    qkv = raw["model.layers.1.self_attn.qkv_proj.weight"]
+    assert torch.equal(phi.get(Key(1, "attn.q")), qkv[:48])
+    assert torch.equal(phi.get(Key(1, "attn.k")), qkv[48:72])
+    assert torch.equal(phi.get(Key(1, "attn.v")), qkv[72:])
+    assert torch.equal(phi.get(Key(1, "mlp.up")), raw["model.layers.1.mlp.gate_up_proj.weight"][40:])
+    qwen = Source(tiny("qwen3_5_moe"))
+    raw = load_file(qwen.root / "model.safetensors")
+    stacked = raw["model.language_model.layers.2.mlp.experts.gate_up_proj"]
+    assert torch.equal(qwen.get(Key(2, "expert.gate", 4)), stacked[4, :24])
+    assert torch.equal(qwen.get(Key(2, "expert.up", 4)), stacked[4, 24:])
+    gpt = Source(tiny("gpt_oss"))
+    raw = load_file(gpt.root / "model.safetensors")
+    experts = "model.layers.2.mlp.experts"
+    assert torch.equal(gpt.get(Key(2, "expert.gate", 3)), raw[f"{experts}.gate_up_proj"][3].T[0::2])
+    assert torch.equal(gpt.get(Key(2, "expert.up", 3)), raw[f"{experts}.gate_up_proj"][3].T[1::2])
+    assert torch.equal(gpt.get(Key(2, "expert.down", 3)), raw[f"{experts}.down_proj"][3].T)
+    assert torch.equal(gpt.get(Key(2, "expert.up", 3, "bias")), raw[f"{experts}.gate_up_proj_bias"][3][1::2])
+    assert torch.equal(gpt.get(Key(2, "expert.down", 3, "bias")), raw[f"{experts}.down_proj_bias"][3])
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
