@@ -138,14 +138,12 @@ class Source:
 
     def __init__(self, root: Path, *, ignore_index: bool = False, extra_roles: Mapping[str, str] | None = None) -> None:
         self.root = root
-        if not root.is_dir():
-            open_checkpoint(root)  # raises the error that says what is wrong
+        self.index: CheckpointIndex = open_checkpoint(root, ignore_index=ignore_index)
         self.config: dict[str, Any] = read_json(root / "config.json")
         self.arch: Architecture = architecture_for(self.config)
         if extra_roles:
             self.arch = with_roles(self.arch, extra_roles)
         self.dims: Dims = self.arch.dims(self.config)
-        self.index: CheckpointIndex = open_checkpoint(root, ignore_index=ignore_index)
         if unused := unused_patterns(extra_roles or (), self.index.names):
             raise UsageError(
                 f"`roles:` of the recipe has patterns that fit no tensor of {root}",
