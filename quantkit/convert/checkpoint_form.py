@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from quantkit.archs import Key, Kind
@@ -122,12 +123,12 @@ def expert_module(entry: Entry, member: str, expert: int) -> str:
     return f"{entry.module.rpartition('.')[0]}.{expert}.{_PROJECTIONS[member]}"
 
 
-def ignored_modules(source: Source, decisions: Decisions) -> tuple[str, ...]:
-    """Every linear module that is not quantized, by the exact name that engines give it."""
+def linear_modules(source: Source, is_int8: Callable[[Key], bool], keys: Iterable[Key]) -> tuple[str, ...]:
+    """Every linear module of `keys` that is not quantized, by the exact name that engines give it."""
     found: list[str] = []
-    for key in decisions.written:
+    for key in keys:
         entry, role = source.entries[key], source.arch.role(key.role)
-        if key.part != "weight" or decisions.is_int8(key):
+        if key.part != "weight" or is_int8(key):
             continue
         if source.is_stacked(key):
             members = role.parts or (key.role,)

@@ -15,7 +15,7 @@ from quantkit.archs import Key
 from quantkit.archs.assemble import Location
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import order_for_alignment
-from quantkit.convert.checkpoint_form import checkpoint_tensors, config_bytes, ignored_modules, index_bytes
+from quantkit.convert.checkpoint_form import checkpoint_tensors, config_bytes, index_bytes, linear_modules
 from quantkit.convert.compute import CalibratedScales
 from quantkit.convert.decide import Decisions, Problems, decide
 from quantkit.convert.nonweights import split_files
@@ -75,7 +75,7 @@ def plan(
             raise
         problems.source.append(error.message)
         problems.raise_if_any()
-    ignore = ignored_modules(source, decisions)
+    ignore = linear_modules(source, decisions.is_int8, decisions.written)
     texts = _texts(source, decisions, form, ignore, files)
     copies, dropped_files = split_files(source.root, frozenset({*texts, *source.index.headers, INDEX_NAME}))
     result = Plan(

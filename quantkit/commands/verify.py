@@ -1,0 +1,61 @@
+"""`quantkit verify`: manifest, files, index, config and source against each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from quantkit.console import console, json_option, print_json
+
+if TYPE_CHECKING:
+    from quantkit.convert.verify import VerifyReport
+
+_EPILOG = """\b
+Examples:
+  quantkit verify OUT                    checksums, names, index, config
+  quantkit verify OUT --source MODEL     also every weight against the source
+  quantkit verify OUT --quick            sizes and headers only
+"""
+
+_SHOWN = 20
+
+
+@click.command(epilog=_EPILOG)
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--source", type=click.Path(path_type=Path), help="The model that it was converted from.")
+@click.option("--quick", is_flag=True, help="Names, sizes and headers only; no data is read.")
+@click.option("--jobs", type=click.IntRange(1), help="Threads; default: the cores, at most 8.")
+@json_option
+def command(folder: Path, source: Path | None, quick: bool, jobs: int | None, as_json: bool) -> None:
+    """Verify the converted FOLDER. Exit code 4 if any check fails, with every failure named."""
+    from quantkit.convert.run import default_jobs
+    from quantkit.convert.verify import verify
+
+    report = verify(folder, source=source, quick=quick, jobs=jobs or default_jobs())
+    if as_json:
+        print_json({**report.model_dump(mode="json"), "passed": report.passed})
+    else:
+        _render(report)
+    if not report.passed:
+        raise SystemExit(4)
+
+
+def _render(report: VerifyReport) -> None:
+    from rich.table import Table
+
+    table = Table("check", "looked at", "wrong", "note", title=None)
+    for check in report.checks:
+        table.add_row(check.name, f"{check.count:,}", str(len(check.failures)), check.note)
+    shown = console()
+    shown.print(table)
+    for failure in report.failures[:_SHOWN]:
+        shown.print(f"  - {failure}", markup=False)
+    if len(report.failures) > _SHOWN:
+        shown.print(f"  ... and {len(report.failures) - _SHOWN} more (--json prints all)")
+    if report.passed:
+        shown.print(f"{report.folder}: verified", markup=False)
+    else:
+        shown.print(f"{report.folder}: {len(report.failures)} failures", markup=False)
+        shown.print("next: copy the named files again, or convert again into a new folder")
