@@ -12,8 +12,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from quantkit.console import expected_failures  # noqa: E402
-from quantkit_runtime.commands.smoke_load import command  # noqa: E402
+from quantkit.console import expected_failures
+from quantkit_runtime.commands.smoke_load import command
 
 if __name__ == "__main__":
     with expected_failures():

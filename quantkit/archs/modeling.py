@@ -108,6 +108,20 @@ def parameter_value(arch: Architecture, dims: Dims, name: str, get: Callable[[Ke
     return tensor.contiguous()
 
 
+def canonical_value(arch: Architecture, key: Key, tensor: Tensor) -> Tensor:
+    """The way back: a tensor stored as transformers' module holds it, in canonical orientation.
+
+    Only stacked experts differ: transposed, or with gate and up rows interleaved.
+    """
+    if not (arch.role(key.role).per_expert and key.expert is None):
+        return tensor
+    if arch.experts_transposed and tensor.ndim == 3:
+        tensor = tensor.transpose(1, 2)
+    if arch.gate_up_interleaved and key.role == "expert.gate_up":
+        tensor = torch.cat((tensor[:, 0::2], tensor[:, 1::2]), 1)
+    return tensor
+
+
 def set_tensor(model: nn.Module, name: str, value: Tensor) -> None:
     """Replace a parameter or buffer of `model` (on `meta` or not) by `value`, which is not copied."""
     module_name, _, leaf = name.rpartition(".")

@@ -19,7 +19,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.archs import Architecture, Dims, Key
 
-_GEMM_OPS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "matmul", "_grouped_mm", "grouped_mm_fallback", "_int_mm"})
+_GEMM_OPS = frozenset(
+    {
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "mv",
+        "addmv",
+        "linear",
+        "matmul",
+        "_grouped_mm",
+        "grouped_mm_fallback",
+        "_int_mm",
+    }
+)
 _ATTENTION_OPS = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 
 
@@ -144,7 +158,7 @@ class GemmTrace(TorchDispatchMode):
     """
 
     def __init__(self, account: Account, model: nn.Module, names: Mapping[str, tuple[str, ...]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._account = account
         # a transposed or sliced operand is a view: it has the storage of its parameter
         self._by_storage = {

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantkit.errors import InputError, UsageError
 from quantkit.spec.index import read_json
+from quantkit_runtime.memory import cache_bytes
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -62,9 +63,7 @@ def stop_tokens(root: Path) -> frozenset[int]:
     return frozenset(found)
 
 
-def greedy(
-    model: nn.Module, prompt: Tensor, max_new_tokens: int, stop: Iterable[int] = (), cache: Any = None
-) -> Generated:
+def greedy(model: Any, prompt: Tensor, max_new_tokens: int, stop: Iterable[int] = (), cache: Any = None) -> Generated:
     """Append the likeliest token until a stop token or `max_new_tokens`.
 
     Args:
@@ -83,18 +82,15 @@ def greedy(
     if prompt.shape[-1] == 0:
         raise UsageError("the prompt has no tokens", "give a text with --prompt")
     cache = DynamicCache(config=model.config) if cache is None else cache
-    stop, tokens, entering = frozenset(stop), [], prompt
+    stop, entering = frozenset(stop), prompt
+    tokens: list[int] = []
     with torch.no_grad():
         while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in stop):
             logits = model(input_ids=entering, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
             if not bool(torch.isfinite(logits).all()):
-                raise InputError(f"the logits of new token {len(tokens)} are not finite", "compare with --dtype float32")
+                raise InputError(
+                    f"the logits of new token {len(tokens)} are not finite", "compare with --dtype float32"
+                )
             tokens.append(int(logits.argmax()))
             entering = prompt.new_tensor([[tokens[-1]]])
-    return Generated(tuple(tokens), bool(tokens) and tokens[-1] in stop, _cache_bytes(cache), cache.get_seq_length())
-
-
-def _cache_bytes(cache: Any) -> int:
-    """Bytes of all tensors of a transformers cache."""
-    tensors = (value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor))
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return Generated(tuple(tokens), bool(tokens) and tokens[-1] in stop, cache_bytes(cache), cache.get_seq_length())

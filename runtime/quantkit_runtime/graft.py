@@ -23,7 +23,7 @@ from quantkit_runtime.account import Account, GemmTrace, unfused
 from quantkit_runtime.device import Device
 from quantkit_runtime.errors import UnsupportedDtype
 from quantkit_runtime.layers import Int8Experts, Int8Linear
-from quantkit_runtime.loader import Checked, ModelFiles, open_model
+from quantkit_runtime.loader import open_model
 from quantkit_runtime.memory import (
     MemoryPlan,
     by_column,
@@ -33,6 +33,7 @@ from quantkit_runtime.memory import (
     workspace_bytes,
 )
 from quantkit_runtime.plan import Planned, Planner
+from quantkit_runtime.shards import Checked, ModelFiles
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def load_model(
     with open_model(root, rank=rank, verify=verify) as files:
         model = _skeleton(root, files, dtype)
         planned, unused = Planner(model, files, dtype).run()
-        memory = _memory_plan(files, planned, device, dtype, cache_tokens, prompt_tokens)
+        memory = _memory_plan(model, files, planned, device, dtype, cache_tokens, prompt_tokens)
         if on_plan is not None:
             on_plan(memory)
         require(memory)
@@ -119,6 +120,7 @@ def _skeleton(root: Path, files: ModelFiles, dtype: torch.dtype) -> nn.Module:
 
 
 def _memory_plan(
+    model: nn.Module,
     files: ModelFiles,
     planned: Iterable[Planned],
     device: Device,
@@ -130,7 +132,7 @@ def _memory_plan(
     return MemoryPlan(
         weights=by_column((row.column, row.nbytes) for row in distinct),
         scales=sum(row.scale_nbytes for row in distinct),
-        kv_cache=kv_bytes(files.dims, cache_tokens, dtype),
+        kv_cache=kv_bytes(model, files.dims, cache_tokens, dtype),
         workspace=workspace_bytes(files.dims, prompt_tokens, dtype, on_cpu=device.family == "cpu"),
         tokens=cache_tokens,
         free=device.free_memory(),
@@ -203,7 +205,7 @@ class _Grafter:
                 "convert with a rule that keeps it",
             )
         # a bias has a row of its own, which is loaded into the new module afterwards
-        bias = None if module.bias is None else torch.empty(module.bias.shape, dtype=module.bias.dtype, device="meta")
+        bias: Tensor | None = module._parameters["bias"]
         parent, _, leaf = module_name.rpartition(".")
         linear = Int8Linear(
             get(row.key),

@@ -1,4 +1,4 @@
-"""The files of one rank, seen by key: opened by their headers, read with pread, checksums checked while reading.
+"""Opens what a rank loads: by headers, held against the manifest before any tensor is read.
 
 Both output forms and plain checkpoints open the same way. With a manifest every tensor has a checksum and a scheme;
 without one (a source checkpoint, or one that another tool wrote) there is nothing to check against, and the report
@@ -7,160 +7,18 @@ says so.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import xxhash
-from torch import Tensor
-
-from quantkit.archs import Architecture, Dims, Key, architecture_for
+from quantkit.archs import Architecture, Key, architecture_for
 from quantkit.arithmetic import group_size_for
-from quantkit.console import Progress
 from quantkit.errors import InputError, UsageError
 from quantkit.spec.index import open_checkpoint, read_json
 from quantkit.spec.manifest import Manifest, RankFiles, TensorRecord, manifest_path, read_manifest
 from quantkit.spec.scheme import SCHEMES
-from quantkit.spec.tensorfile import TensorInfo, read_header, read_tensor, torch_dtype
+from quantkit.spec.tensorfile import TensorInfo, read_header
 from quantkit_runtime.errors import BrokenShard, UnsupportedDtype
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor on disk.
-
-    Attributes:
-        file: relative to the folder.
-        info: dtype, shape and place.
-        xxh3: xxh3-128 of its bytes, "" without a manifest.
-        group_size: inputs that share an activation scale when this is an INT8 weight; 0 means one scale per token.
-    """
-
-    file: str
-    info: TensorInfo
-    xxh3: str = ""
-    group_size: int = 0
-
-
-@dataclass
-class Checked:
-    """What the checksums covered so far."""
-
-    names: set[str] = field(default_factory=set)
-    files: set[str] = field(default_factory=set)
-    nbytes: int = 0
-
-
-class ModelFiles:
-    """The tensors of one rank by key.
-
-    Attributes:
-        root: the folder.
-        form: "checkpoint", "sharded", or "source" without a manifest.
-        config: parsed config.json.
-        arch, dims: the family's record and the sizes.
-        tensors: key -> where it lies.
-        aliases: key -> key whose bytes it shares.
-        checked: what was read and compared with its checksum.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        form: str,
-        config: dict[str, Any],
-        tensors: Mapping[Key, Stored],
-        aliases: Mapping[Key, Key],
-        *,
-        verify: bool = True,
-    ) -> None:
-        self.root, self.form, self.config = root, form, config
-        self.arch: Architecture = architecture_for(config)
-        self.dims: Dims = self.arch.dims(config)
-        self.tensors, self.aliases = tensors, aliases
-        self.checked = Checked()
-        self._verify = verify
-        self._open = ExitStack()
-        self._descriptors: dict[str, int] = {}
-        self._fused: dict[Key, Tensor] = {}
-
-    def __enter__(self) -> ModelFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-        self._descriptors.clear()
-        self._fused.clear()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(stored.info.nbytes for stored in self.tensors.values())
-
-    def has(self, key: Key) -> bool:
-        return key in self.tensors
-
-    def meta(self, key: Key) -> Tensor:
-        """Shape and dtype of a stored tensor, on torch's `meta` device."""
-        info = self.tensors[key].info
-        return torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta")
-
-    def fetch(self, key: Key, device: torch.device, progress: Progress | None = None) -> Tensor:
-        """Read a stored tensor and check its bytes.
-
-        A fused tensor is kept until the next fused tensor of another layer is asked for, so that the parts cut out of
-        it are views of one buffer.
-
-        Raises:
-            BrokenShard: the file cannot be read, ends early, or the checksum differs.
-        """
-        if key in self._fused:
-            return self._fused[key]
-        tensor = self._read(self.tensors[key])
-        if progress is not None:
-            progress.advance(self.tensors[key].info.nbytes)
-        tensor = tensor.to(device)
-        if self.arch.role(key.role).parts:
-            self._fused = {old: value for old, value in self._fused.items() if old.layer == key.layer}
-            self._fused[key] = tensor
-        return tensor
-
-    def _read(self, stored: Stored) -> Tensor:
-        path = self.root / stored.file
-        try:
-            tensor = read_tensor(self._descriptor(stored.file), stored.info, path=path)
-        except InputError as error:
-            raise BrokenShard(error.message, error.hint) from error
-        if self._verify and stored.xxh3:
-            raw = tensor.reshape(-1).view(torch.uint8).numpy()
-            found = xxhash.xxh3_128_hexdigest(raw.data) if raw.size else xxhash.xxh3_128_hexdigest(b"")
-            if found != stored.xxh3:
-                raise BrokenShard(
-                    f"{path}: the checksum of tensor {stored.info.name} is {found}, the manifest says {stored.xxh3}",
-                    "copy this file again from where it was converted, or convert again; --no-verify loads it as it is",
-                )
-            if stored.info.name not in self.checked.names:
-                self.checked.names.add(stored.info.name)
-                self.checked.files.add(stored.file)
-                self.checked.nbytes += stored.info.nbytes
-        return tensor
-
-    def _descriptor(self, file: str) -> int:
-        """Descriptor of the current file; files are read one after the other, so the previous one is closed."""
-        if file not in self._descriptors:
-            self._open.close()
-            self._descriptors.clear()
-            path = self.root / file
-            try:
-                descriptor = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise BrokenShard(f"{path}: {error.strerror or error}", "copy the missing file") from error
-            self._open.callback(os.close, descriptor)
-            self._descriptors[file] = descriptor
-        return self._descriptors[file]
+from quantkit_runtime.shards import ModelFiles, Stored
 
 
 def open_model(root: Path, *, rank: int = 0, verify: bool = True) -> ModelFiles:
@@ -178,8 +36,7 @@ def open_model(root: Path, *, rank: int = 0, verify: bool = True) -> ModelFiles:
     config = read_json(root / "config.json")
     path = manifest_path(root)
     if path is None:
-        tensors, aliases = _from_headers(root, config), {}
-        return ModelFiles(root, "source", config, tensors, aliases, verify=verify)
+        return ModelFiles(root, "source", config, _from_headers(root, config), {}, verify=verify)
     manifest = read_manifest(path)
     ranks = _rank_files(manifest, rank)
     _check_files(root, manifest, ranks)

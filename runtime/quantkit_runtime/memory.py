@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from quantkit.archs import Dims
 from quantkit.arithmetic import EXACT_F32_K
@@ -43,11 +46,33 @@ class MemoryPlan:
         return [*weights, *rest, ("workspace (estimate)", self.workspace)]
 
 
-def kv_bytes(dims: Dims, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of keys and values of `tokens` positions in transformers' cache, which keeps latent attention (MLA)
-    expanded per head: layers x tokens x heads x (key size + value size)."""
-    heads = dims.heads if dims.is_mla else dims.kv_heads
-    return dims.layers * tokens * heads * (dims.head_dim + dims.v_head_dim) * dtype.itemsize
+def kv_bytes(skeleton: Any, dims: Dims, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of keys and values of `tokens` positions as transformers' cache will keep them.
+
+    The model's own code decides what is cached (latents or expanded heads, windows), and that differs between versions
+    of transformers. So it is run once on `meta`, where tensors have shapes and no data, and the cache is measured.
+    Where an operation has no `meta` form the largest possibility counts: layers x tokens x heads x (key + value).
+    """
+    from transformers import DynamicCache
+
+    probe = copy.deepcopy(skeleton).to("meta")
+    if dims.experts:
+        probe.set_experts_implementation("batched_mm")  # has no operation that depends on values
+    cache = DynamicCache(config=probe.config)
+    ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
+    try:
+        with torch.no_grad():
+            probe(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    except (RuntimeError, NotImplementedError):
+        heads = dims.heads if dims.is_mla else dims.kv_heads
+        return dims.layers * tokens * heads * (dims.head_dim + dims.v_head_dim) * dtype.itemsize
+    return cache_bytes(cache)
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of all tensors of a transformers cache."""
+    tensors = (value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def workspace_bytes(dims: Dims, prompt_tokens: int, dtype: torch.dtype, *, on_cpu: bool) -> int:

@@ -15,7 +15,7 @@ from quantkit.archs.assemble import assemble
 from quantkit.archs.modeling import parameter_key, parameter_value
 from quantkit.errors import InputError
 from quantkit_runtime.errors import BrokenShard, ShapeMismatch, UnsupportedDtype
-from quantkit_runtime.loader import ModelFiles
+from quantkit_runtime.shards import ModelFiles
 
 FLOAT_DTYPES = frozenset({"BF16", "F16", "F32"})
 
@@ -163,7 +163,7 @@ class Planner:
         def fetch(leaf: Key) -> Tensor:
             leaves.append(leaf)
             # uniform dtype: which dtypes are mixed is judged by the caller, not by torch's promotion
-            return torch.empty(files.tensors[leaf].info.shape, device="meta")
+            return files.canonical(leaf, torch.empty(files.tensors[leaf].info.shape, device="meta"))
 
         try:
             tensor = assemble(files.arch, files.dims, key, files.has, fetch)
@@ -229,4 +229,6 @@ def _odd_ones(files: ModelFiles, leaves: list[Key]) -> str:
         for leaf, shape in shapes.items()
         if shape != usual[leaf.role]
     ]
-    return ", ".join(odd) or ", ".join(f"{files.tensors[leaf].info.name} {list(shape)}" for leaf, shape in shapes.items())
+    return ", ".join(odd) or ", ".join(
+        f"{files.tensors[leaf].info.name} {list(shape)}" for leaf, shape in shapes.items()
+    )

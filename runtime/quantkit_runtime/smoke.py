@@ -85,7 +85,7 @@ def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, o
         device,
         dtype,
         verify=options.verify,
-        cache_tokens=ids.shape[1] + options.max_new_tokens,
+        cache_tokens=ids.shape[1] + options.max_new_tokens - 1,  # the last new token is not fed back
         prompt_tokens=ids.shape[1],
         on_plan=on_plan,
     )

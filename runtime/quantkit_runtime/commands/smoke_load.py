@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or hip.")
 @click.option("--prompt", default="The", show_default=True, help="Text to continue.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens to generate.")
-@click.option(
-    "--dtype", default="auto", show_default=True, help="Of all that is not INT8: auto, float32 or bfloat16."
-)
+@click.option("--dtype", default="auto", show_default=True, help="Of all that is not INT8: auto, float32 or bfloat16.")
 @click.option("--no-verify", is_flag=True, help="Do not check checksums while reading.")
 @json_option
 def command(
