@@ -20,7 +20,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quantkit.checkpoint.formats import FormatContext
-from quantkit.checkpoint.formats.base import e4m3_table, e8m0_table
+from quantkit.checkpoint.formats.base import decode_e4m3, e4m3_table, e8m0_table
 from quantkit.checkpoint.formats.mxfp4 import decode_e2m1
 from tests.checkpoint.native import (
     E2M1,
@@ -54,6 +54,17 @@ def test_every_e4m3_code() -> None:
     wanted = BYTES.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     assert_same_bits(e4m3_table().numpy()[[*range(127), *range(128, 255)]], np.delete(wanted, [127, 255]))
     assert np.isnan(e4m3_table().numpy()[[127, 255]]).all()
+
+
+def test_every_pair_of_e4m3_codes() -> None:
+    pairs = np.arange(65536, dtype=np.uint16).view(np.uint8)
+    wanted = pairs.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    legal = ~np.isnan(wanted)
+    codes = torch.from_numpy(pairs.copy()).view(torch.float8_e4m3fn)
+    assert_same_bits(decode_e4m3(codes).numpy()[legal], wanted[legal])
+    assert decode_e4m3(codes)[torch.from_numpy(~legal)].isnan().all()
+    assert_same_bits(decode_e4m3(codes[1:256]).numpy()[:126], wanted[1:127])  # odd count, odd address
+    assert_same_bits(decode_e4m3(codes[1:127]).numpy(), wanted[1:127])
 
 
 def test_every_e8m0_code() -> None:

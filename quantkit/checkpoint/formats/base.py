@@ -5,7 +5,7 @@ Shape suffixes: N output channels, K input channels, E experts, G scales along K
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -112,14 +112,39 @@ def e4m3_table() -> Tensor:
     return torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
+@cache
+def _e4m3_pairs() -> Tensor:
+    """Both float32 values of each two bytes, seen as one float64: 512 KiB, which a core's cache holds."""
+    one = e4m3_table()
+    pairs = torch.stack((one.repeat(256), one.repeat_interleave(256)), 1)  # the first value is in the low byte
+    return pairs.view(torch.float64).squeeze(1)
+
+
 def lookup(table: Tensor, codes: Tensor) -> Tensor:
     """`table[codes]` for byte codes of any shape; int32 indices are three times as fast as int64 ones on a CPU."""
     return table.index_select(0, codes.contiguous().view(torch.uint8).flatten().int()).reshape(codes.shape)
 
 
 def decode_e4m3(codes: Tensor) -> Tensor:
-    """F8_E4M3 codes -> float32 of the same shape."""
-    return lookup(e4m3_table(), codes)
+    """F8_E4M3 codes -> float32 of the same shape; two at a time, 4 times as fast as torch's own conversion."""
+    flat = codes.contiguous().view(torch.uint8).flatten()
+    if flat.numel() % 2 or flat.storage_offset() % 2:
+        return lookup(e4m3_table(), codes)
+    index = flat.view(torch.uint16).int()
+    return _e4m3_pairs().index_select(0, index).view(torch.float32).reshape(codes.shape)
+
+
+def nibble_table(values: Sequence[float]) -> Tensor:
+    """Both float32 values of each byte of two 4-bit codes, low nibble first, seen as one float64."""
+    pairs = [(values[byte & 15], values[byte >> 4]) for byte in range(256)]
+    return torch.tensor(pairs, dtype=torch.float32).view(torch.float64).squeeze(1)
+
+
+def decode_nibbles(table: Tensor, packed: Tensor) -> Tensor:
+    """Bytes `[..., K/2]` -> float32 `[..., K]` by a `nibble_table`."""
+    index = packed.contiguous().view(torch.uint8).flatten().int()
+    found = table.index_select(0, index).view(torch.float32)
+    return found.reshape(*packed.shape[:-1], packed.shape[-1] * 2)
 
 
 def decode_scale(info: TensorInfo, raw: Tensor, first_row: int = 0) -> Tensor:

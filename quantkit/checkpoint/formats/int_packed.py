@@ -8,6 +8,8 @@ I32 `weight_packed [.., N, ceil(K * bits / 32)]`, first value in the lowest bits
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -18,8 +20,10 @@ from quantkit.checkpoint.formats.base import (
     Rows,
     Shape,
     Stored,
+    decode_nibbles,
     decode_scale,
     multiply_groups,
+    nibble_table,
     require_finite,
 )
 from quantkit.checkpoint.formats.context import FormatContext
@@ -104,12 +108,17 @@ def _misfit(stored: Stored, _context: FormatContext) -> str:
     return ""
 
 
+@cache
+def _table() -> Tensor:
+    return nibble_table([code - 8 for code in range(16)])
+
+
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     """I32 words `[..., W]` -> the first `count` values of each row, float32, 2^(bits-1) subtracted."""
     codes = words.contiguous().view(torch.uint8)  # little-endian: the first value is in the first byte
     if bits == 4:
-        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-    return codes[..., :count].float().sub_(2 ** (bits - 1))
+        return decode_nibbles(_table(), codes)[..., :count].contiguous()
+    return codes[..., :count].float().sub_(128)
 
 
 def _zero_point(read: ReadPart, bits: int, rows: Rows) -> Tensor:
@@ -126,7 +135,7 @@ def _decode(stored: Stored, read: ReadPart, rows: Rows | None, context: FormatCo
     shape, start = _shape(stored, read, context), rows[0] if rows else 0
     require_weight_shape(stored, read, shape)
     bits, size = _bits(stored, shape[-1], context), shape[-1] // stored["weight_scale"].shape[-1]
-    values = unpack(read("weight_packed", rows), bits, shape[-1]).contiguous()
+    values = unpack(read("weight_packed", rows), bits, shape[-1])
     if "weight_zero_point" in stored:
         zero = _zero_point(read, bits, rows or (0, shape[0]))
         values.unflatten(-1, (-1, size)).sub_(zero[..., None])

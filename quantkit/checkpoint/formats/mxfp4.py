@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from quantkit.checkpoint.formats.base import (
@@ -24,9 +23,11 @@ from quantkit.checkpoint.formats.base import (
     Rows,
     Shape,
     Stored,
+    decode_nibbles,
     decode_scale,
     expected,
     multiply_groups,
+    nibble_table,
     require_finite,
     scale_part,
 )
@@ -40,17 +41,13 @@ E2M1 = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 
 
 @cache
-def _pairs() -> Tensor:
-    """Both float32 values of each byte, low nibble first, seen as one float64 so that a look-up moves 8 bytes."""
-    pairs = [(E2M1[byte & 15], E2M1[byte >> 4]) for byte in range(256)]
-    return torch.tensor(pairs, dtype=torch.float32).view(torch.float64).squeeze(1)
+def _table() -> Tensor:
+    return nibble_table(E2M1)
 
 
 def decode_e2m1(packed: Tensor) -> Tensor:
     """Bytes `[..., K/2]` -> float32 `[..., K]`."""
-    index = packed.contiguous().view(torch.uint8).flatten().int()
-    found = _pairs().index_select(0, index).view(torch.float32)
-    return found.reshape(*packed.shape[:-1], packed.shape[-1] * 2)
+    return decode_nibbles(_table(), packed)
 
 
 def _flat_shape(payload: str, stored: Stored) -> Shape:
