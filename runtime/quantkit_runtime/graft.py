@@ -65,7 +65,7 @@ class LoadedModel:
 
     def trace(self) -> GemmTrace:
         """A context in which every floating-point GEMM is counted."""
-        names = {row.name: unfused(self.files.arch, self.files.dims, row.key) for row in self.planned if not row.int8}
+        names = {row.name: unfused(self.files.arch, self.files.dims, row.key) for row in self.planned}
         return GemmTrace(self.account, self.model, names)
 
 

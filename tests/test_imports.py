@@ -1,0 +1,102 @@
+"""Imports go one way, and `--help` loads no torch: the design's rules as tests."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNTIME_MAY_IMPORT = ("arithmetic", "archs", "console", "errors", "spec")
+LOW_LEVEL = ("quantkit.calibrate", "quantkit.convert", "quantkit.commands", "quantkit.cli", "quantkit.checkpoint")
+
+
+def files(folder: str) -> list[Path]:
+    found = sorted((ROOT / folder).rglob("*.py"))
+    assert found, folder
+    return found
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of everything that a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def top_level_imports(path: Path) -> Iterator[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_the_toolkit_never_imports_the_runtime() -> None:
+    wrong = [
+        (path, name) for path in files("quantkit") for name in imports(path) if name.startswith("quantkit_runtime")
+    ]
+    assert not wrong
+
+
+def test_the_runtime_imports_only_the_shared_core() -> None:
+    allowed = tuple(f"quantkit.{name}" for name in RUNTIME_MAY_IMPORT)
+    wrong = [
+        (path.name, name)
+        for path in [*files("runtime/quantkit_runtime"), ROOT / "runtime" / "smoke_load.py"]
+        for name in imports(path)
+        if name.startswith("quantkit.") and not name.startswith(allowed) and name != "quantkit.__version__"
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("folder", ["quantkit/archs", "quantkit/spec", "quantkit/checkpoint"])
+def test_the_core_does_not_know_the_commands(folder: str) -> None:
+    below = tuple(name for name in LOW_LEVEL if not folder.endswith(name.rpartition(".")[2]))
+    if folder.endswith("checkpoint"):
+        below = tuple(name for name in below if name != "quantkit.checkpoint")
+    wrong = [(path, name) for path in files(folder) for name in imports(path) if name.startswith(below)]
+    assert not wrong
+
+
+@pytest.mark.parametrize("folder", ["quantkit/commands", "runtime/quantkit_runtime/commands"])
+def test_command_modules_import_only_click_and_the_console(folder: str) -> None:
+    standard = sys.stdlib_module_names
+    for path in files(folder):
+        for name in top_level_imports(path):
+            first = name.split(".")[0]
+            assert first in standard or first == "click" or name.startswith(("quantkit.console", "quantkit.errors")), (
+                f"{path.name} imports {name} at its top"
+            )
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import quantkit.cli",
+        "import quantkit_runtime.cli",
+        "import quantkit.archs, quantkit.recipe, quantkit.spec.manifest, quantkit.spec.index",
+        "import quantkit.cli as cli; cli.main(['--help'], standalone_mode=False)",
+        "import quantkit_runtime.cli as cli; cli.main(['--help'], standalone_mode=False)",
+        "import quantkit_runtime.cli as cli; cli.main(['smoke-load', '--help'], standalone_mode=False)",
+    ],
+)
+def test_what_must_start_at_once_loads_no_torch(code: str) -> None:
+    heavy = ("torch", "transformers", "numpy", "datasets", "matplotlib")
+    check = f"{code}\nimport sys\nfound = [name for name in {heavy!r} if name in sys.modules]\nassert not found, found"
+    path = [str(ROOT), str(ROOT / "runtime")]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\nsys.path[:0] = {path!r}\n{check}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
