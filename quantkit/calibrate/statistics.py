@@ -59,22 +59,24 @@ def token_stats(x_TK: Tensor) -> TokenStats:
 
 
 def _chunk_stats(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    absmax = channel_absmax(x_TK, dim=-1)
-    square = torch.linalg.vecdot(x_TK, x_TK)
+    absmax, square = channel_absmax(x_TK, dim=-1), _row_squares(x_TK)
     q, scale = quantize_tokens(x_TK)
-    error = dequantize(q, scale).sub_(x_TK)
-    token_error = torch.linalg.vecdot(error, error)
+    token_error = _row_squares(dequantize(q, scale).sub_(x_TK))
     if group == x_TK.shape[-1]:
         return absmax, square, token_error, token_error
     q, scale = quantize_tokens(x_TK, group)
-    error = dequantize(q.unflatten(-1, (-1, group)), scale.unsqueeze(-1)).flatten(-2).sub_(x_TK)
-    return absmax, square, token_error, torch.linalg.vecdot(error, error)
+    grouped = dequantize(q.unflatten(-1, (-1, group)), scale.unsqueeze(-1))
+    return absmax, square, token_error, _row_squares(grouped.flatten(-2).sub_(x_TK))
+
+
+def _row_squares(x_TK: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x_TK, dim=-1).square_()
 
 
 def channel_absmax(x: Tensor, dim: int = 0) -> Tensor:
     """Largest magnitude along `dim`, float32; NaN where the slice holds one."""
-    low, high = torch.aminmax(x, dim=dim)
-    return torch.maximum(-low, high).float()
+    # two vectorized passes: aminmax and the infinity norm are not vectorized on CPUs and 5 to 9 times slower
+    return torch.maximum(x.amax(dim), -x.amin(dim)).float()
 
 
 @dataclass
