@@ -261,6 +261,7 @@ def make_tiny(family: str, folder: Path, *, seed: int = 0, mtp: bool = False, **
     model.save_pretrained(folder)
     path = folder / "model.safetensors"
     tensors = load_file(path)
+    tensors = {_DENSE_MLP.sub(r"\1.mlp.\2", name): tensor for name, tensor in tensors.items()}
     if row.stacked:
         tensors = _stack_experts(tensors)
     if mtp:
@@ -270,6 +271,10 @@ def make_tiny(family: str, folder: Path, *, seed: int = 0, mtp: bool = False, **
         config = folder / "config.json"
         config.write_text(config.read_text().replace(f'"{row.model_type}"', f'"{row.retype}"'))
     return folder
+
+
+_DENSE_MLP = re.compile(r"(layers\.\d+)\.block_sparse_moe\.(\w+_proj|fc\d)\b")
+"""transformers before 5.20 saves dense and vision MLPs of MiniMax-M3 under the name of its experts' block."""
 
 
 def _random_model(row: Family, seed: int, overrides: Mapping[str, Any]) -> Any:

@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from quantkit.archs import Split, architecture_for
 from quantkit.archs.modeling import build_skeleton, load_config, parameter_key
 from tests.families import FAMILY_NAMES
+
+pytestmark = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.20"), reason="plans of older transformers lack rows"
+)
 
 Tiny = Callable[[str], Path]
 
@@ -20,14 +26,15 @@ STYLES: Mapping[str, Split] = {
     "colwise": Split.COL,
     "packed_colwise": Split.COL,
     "colwise_gather_output": Split.COL,  # as colwise, and the whole output is wanted at once
+    "embedding_rowwise": Split.COL,  # rows of the table are the vocabulary
     "rowwise": Split.ROW,
     "rowwise_split_input": Split.ROW,
     "replicated_with_grad_allreduce": Split.REP,
     "mla_kv_a_proj": Split.REP,
 }
 
-COMMUNICATION = ("moe_tp_experts", "ep_dispatch_experts")
-"""Styles of a module that holds no parameter of its own: how its inputs and outputs travel."""
+COMMUNICATION = ("moe_tp_experts", "ep_dispatch_experts", "ep_router")
+"""Styles that split no parameter: how a module's inputs and outputs travel."""
 
 WE_REPLICATE = {
     r"linear_attn\.": "transformers splits these to compute parts and gathers every output at once: the same numbers, "
