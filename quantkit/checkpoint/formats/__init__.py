@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from quantkit.checkpoint.formats import fp8_block, fp8_channel, int8_channel, int_packed, mxfp4, mxfp8, plain
-from quantkit.checkpoint.formats.base import NativeFormat, ReadPart
+from quantkit.checkpoint.formats.base import NativeFormat, ReadPart, Shape
 from quantkit.checkpoint.formats.context import FormatContext
 from quantkit.errors import InputError
 from quantkit.spec.tensorfile import TensorInfo
@@ -42,9 +42,7 @@ def recognise(name: str, stored: Mapping[str, TensorInfo], context: FormatContex
         InputError: no format or more than one matches; it says what each format that comes close would need.
     """
     context = context or FormatContext()
-    candidates = _by_dtypes(tuple((part, info.dtype) for part, info in stored.items()))
-    misfits = {row.name: row.misfit(stored, context) for row in candidates}
-    found = [row for row in candidates if not misfits[row.name]]
+    found = _matching(tuple((part, info.dtype, info.shape) for part, info in stored.items()), context)
     if len(found) == 1:
         return found[0]
     shown = ", ".join(f"{part} {info.dtype} {list(info.shape)}" for part, info in sorted(stored.items()))
@@ -52,7 +50,8 @@ def recognise(name: str, stored: Mapping[str, TensorInfo], context: FormatContex
         what, items = f"ambiguous ({', '.join(row.name for row in found)})", []
     else:
         what = "no known format"
-        items = [f"as {row}: {misfit}" for row, misfit in misfits.items()] or _nearest(stored)
+        candidates = [row for row in FORMATS if not row.problems(stored)]
+        items = [f"as {row.name}: {row.misfit(stored, context)}" for row in candidates] or _nearest(stored)
     raise InputError(
         f"{name} is stored as {shown}: {what}",
         "a scale is missing, orphan or misplaced; complete the checkpoint, or add a file to checkpoint/formats",
@@ -61,11 +60,11 @@ def recognise(name: str, stored: Mapping[str, TensorInfo], context: FormatContex
     )
 
 
-@lru_cache(maxsize=1024)
-def _by_dtypes(parts: tuple[tuple[str, str], ...]) -> tuple[NativeFormat, ...]:
-    """Rows that accept these (part, dtype) pairs; a checkpoint has a handful of combinations."""
-    stored = {part: TensorInfo(part, dtype, (), 0, 0) for part, dtype in parts}
-    return tuple(row for row in FORMATS if not row.problems(stored))
+@lru_cache(maxsize=4096)
+def _matching(parts: tuple[tuple[str, str, Shape], ...], context: FormatContext) -> tuple[NativeFormat, ...]:
+    """Rows that fit tensors (part, dtype, shape); hundreds of thousands of weights share a few dozen of these."""
+    stored = {part: TensorInfo(part, dtype, shape, 0, 0) for part, dtype, shape in parts}
+    return tuple(row for row in FORMATS if not row.problems(stored) and not row.misfit(stored, context))
 
 
 def _nearest(stored: Mapping[str, TensorInfo]) -> list[str]:
