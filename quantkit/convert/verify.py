@@ -101,6 +101,9 @@ def verify(folder: Path, *, source: Path | None = None, quick: bool = False, job
     Raises:
         InputError: `folder` or `source` cannot be opened at all.
     """
+    for root in (folder, *([source] if source is not None else [])):
+        if not root.is_dir():
+            open_checkpoint(root)  # raises the error that says what is wrong
     checks = _Checks()
     path = manifest_path(folder)
     manifest: Manifest | None = None
