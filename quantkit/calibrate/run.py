@@ -32,7 +32,7 @@ from quantkit.console import Progress
 from quantkit.errors import InputError, QuantkitError, UsageError
 from quantkit.outdir import check_place, exclusive, prepare_output
 from quantkit.recipe import Recipe
-from quantkit.spec.calibration import SUMMARY_NAME, CalibrationSummary, read_summary
+from quantkit.spec.calibration import ARTIFACT_NAMES, SUMMARY_NAME, CalibrationSummary, read_summary
 from quantkit.spec.tensorfile import torch_dtype
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -155,10 +155,18 @@ def calibrate(
 ) -> CalibrationSummary:
     """Calibrate the checkpoint `root` into the folder `out`; see `run_plan`."""
     check_place(out, root)
-    return run_plan(make_plan(root, recipe, device=device, memory_budget=memory_budget), out)
+    return run_plan(make_plan(root, recipe, device=device, memory_budget=memory_budget), out).summary
 
 
-def run_plan(plan: Plan, out: Path) -> CalibrationSummary:
+@dataclass(frozen=True)
+class Result:
+    """The artifact's summary; `already`: the folder held it before, nothing was done."""
+
+    summary: CalibrationSummary
+    already: bool
+
+
+def run_plan(plan: Plan, out: Path) -> Result:
     """Run a plan to its end, or continue it, or read the result of a finished one.
 
     Raises:
@@ -172,8 +180,16 @@ def run_plan(plan: Plan, out: Path) -> CalibrationSummary:
         if not folder.finished:
             _Run(plan, folder.work).layers()
             write_artifact(out, folder.work, plan.source, plan.recipe, plan.samples)
+        _check_complete(out)
         folder.clear_work()
-    return read_summary(out)
+    return Result(read_summary(out), folder.finished)
+
+
+def _check_complete(out: Path) -> None:
+    """All four files are there, also when they were written by an earlier run."""
+    lost = [name for name in ARTIFACT_NAMES if not (out / name).is_file()]
+    if lost:
+        raise UsageError(f"files of the finished calibration {out} were removed", "calibrate into a new folder", items=lost)
 
 
 class _Run:

@@ -171,8 +171,15 @@ class LayerStream:
 
     def _decoder(self, ids_BS: Tensor) -> None:
         decoder = self.model.get_decoder()  # type: ignore[operator]  # of every transformers language model
-        with torch.inference_mode():
-            decoder(input_ids=ids_BS.to(self.device), use_cache=False)
+        try:
+            with torch.inference_mode():
+                decoder(input_ids=ids_BS.to(self.device), use_cache=False)
+        except ValueError as error:
+            raise InputError(
+                f"the layers of {type(self.model).__name__} cannot be run one at a time ({error}): they hand on more "
+                "than hidden states, such as another layer's indices",
+                "this family cannot be calibrated yet; convert it without --calibration",
+            ) from error
 
     def _clear(self) -> None:
         for seat in self._seats:

@@ -3,7 +3,7 @@
 A folder with
 - `calibration.json`: this model (canonical JSON), the summary that humans and tools read;
 - `scales.safetensors`: `SHARD_NAME.weight_scale` F32 `[N, 1]` for every quantized GEMM (`Key.shard_name` without its
-  part, per expert);
+  part, per expert and per part of a fused weight);
 - `activations.safetensors`: statistics by GEMM input, see `quantkit.calibrate.observe`;
 - `report.html`: the same for reading.
 """
@@ -20,6 +20,8 @@ SUMMARY_NAME = "calibration.json"
 SCALES_NAME = "scales.safetensors"
 ACTIVATIONS_NAME = "activations.safetensors"
 REPORT_NAME = "report.html"
+ARTIFACT_NAMES = (SCALES_NAME, ACTIVATIONS_NAME, REPORT_NAME, SUMMARY_NAME)
+"""All files of an artifact in the order of writing: the summary is the last."""
 
 
 class _Strict(BaseModel):
@@ -87,12 +89,13 @@ class CalibrationSummary(_Strict):
         recipe: as resolved.
         architecture: record used.
         model_type: of the config.
-        source_digest: sha256 over names, dtypes, shapes and data digests of the source's weights (see
-            `quantkit.calibrate.run`); convert refuses scales of another source.
+        source_digest: `Source.digest`: sha256 over names, dtypes and shapes of the source's tensors and the sizes of
+            its files; convert refuses scales of another source.
         samples: what was fed, in order.
         tokens: all of them.
-        expected_gemms, observed_gemms: GEMM weights of the model, and those seen with at least one token or whose
-            expert was reachable; coverage = observed / expected.
+        expected_gemms, observed_gemms: GEMM weights of the decoder layers, fused ones by part and stacked ones by
+            expert, and those that were seen: with at least one token, or an expert that ran beside others when the
+            router sent it none; coverage = observed / expected. Less than 1 is an error of `calibrate`.
         gemms: one row each, sorted by layer, role, expert.
         clipping: between kinds of text.
         expert_tokens: layer -> tokens of each expert.

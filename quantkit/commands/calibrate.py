@@ -1,0 +1,138 @@
+"""`quantkit calibrate`: real text through the model, statistics and scales of every GEMM, a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.console import console, json_option, print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from quantkit.recipe import Recipe
+    from quantkit.spec.calibration import CalibrationSummary
+
+_FOLDER = click.Path(path_type=Path)
+_WORST = 8
+
+_EPILOG = """\b
+Examples:
+  quantkit calibrate MODEL -o CALIBRATION             shipped text of six kinds
+  quantkit calibrate MODEL -o CALIBRATION --data builtin:code --data chats.jsonl=2 --data builtin:math
+  quantkit calibrate MODEL -o CALIBRATION --dry-run   sizes only, write nothing
+Killed or out of space: run the same command again, finished layers are kept.
+"""
+
+
+@click.command(epilog=_EPILOG)
+@click.argument("model", type=_FOLDER)
+@click.option("-o", "--out", type=_FOLDER, required=True, help="New or empty folder, outside MODEL.")
+@click.option("--recipe", default="w8a8", show_default=True, metavar="NAME|FILE", help="Shipped name or YAML file.")
+@click.option(
+    "--data",
+    multiple=True,
+    metavar="SPEC",
+    help="Source of text, NAME_OR_PATH[=WEIGHT]; builtin:KIND, a JSONL, JSON, Parquet or text file, or a Hugging Face "
+    "data set. Repeatable. Default: the recipe's, else all shipped kinds.",
+)
+@click.option("--samples", type=click.IntRange(1), help="Number of samples.")
+@click.option("--seq-len", type=click.IntRange(2), help="Longest sample in tokens.")
+@click.option("--seed", type=int, help="Of the draw.")
+@click.option("--force-sources", is_flag=True, help="Allow fewer kinds of text than the recipe's min_sources.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--dry-run", is_flag=True, help="Check everything, print sizes, write nothing.")
+@json_option
+def command(
+    model: Path,
+    out: Path,
+    recipe: str,
+    data: tuple[str, ...],
+    device: str,
+    dry_run: bool,
+    as_json: bool,
+    force_sources: bool,
+    **overrides: int | None,
+) -> None:
+    """Calibrate the checkpoint MODEL: stream it layer by layer and measure what enters every GEMM."""
+    from quantkit.calibrate.run import make_plan, run_plan
+    from quantkit.outdir import check_place
+    from quantkit.recipe import load_recipe
+
+    check_place(out, model)
+    resolved = _override(load_recipe(recipe), data, force_sources, overrides)
+    plan = make_plan(model, resolved, device=device)
+    if dry_run:
+        _show_plan(plan.describe(), as_json)
+        return
+    run = run_plan(plan, out)
+    if as_json:
+        print_json(run.summary.model_dump(mode="json"))
+    else:
+        _show_summary(run.summary, out, already=run.already)
+
+
+def _override(recipe: Recipe, data: tuple[str, ...], force_sources: bool, overrides: dict[str, int | None]) -> Recipe:
+    """The recipe with the options of the command line in its calibration section."""
+    from quantkit.calibrate.sources import parse_spec
+    from quantkit.recipe import Recipe
+
+    changes: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
+    if data:
+        changes["mix"] = tuple(parse_spec(spec).model_dump() for spec in data)
+    if force_sources:
+        changes["min_sources"] = 1
+    values = recipe.model_dump()
+    return Recipe.model_validate({**values, "calibration": {**values["calibration"], **changes}})
+
+
+def _show_plan(plan: dict[str, Any], as_json: bool) -> None:
+    from quantkit.memory import human_bytes
+
+    if as_json:
+        print_json(plan)
+        return
+    out = console()
+    for name, value in plan.items():
+        shown = human_bytes(value) if name.endswith("_bytes") else value
+        shown = ", ".join(shown) if isinstance(shown, list) else shown
+        out.print(f"{name.removesuffix('_bytes').replace('_', ' '):14} {shown}", markup=False)
+
+
+def _show_summary(summary: CalibrationSummary, folder: Path, *, already: bool) -> None:
+    from quantkit.spec.calibration import REPORT_NAME
+
+    out = console()
+    if already:
+        out.print(f"{folder} already holds this calibration; nothing was done", markup=False)
+    out.print(
+        f"coverage {summary.coverage:.1%}: {summary.observed_gemms} of {summary.expected_gemms} GEMMs observed, "
+        f"{summary.tokens:,} tokens in {len(summary.samples)} samples",
+        markup=False,
+    )
+    out.print(_worst_table(summary))
+    for warning in summary.warnings:
+        out.print(f"warning: {warning}", markup=False)
+    out.print(f"report: {folder / REPORT_NAME}", markup=False)
+
+
+def _worst_table(summary: CalibrationSummary) -> Table:
+    """The GEMMs whose inputs lose most to per-token INT8."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, title="largest error of the input", title_justify="left")
+    table.add_column("GEMM")
+    for name in ("tokens", "absmax", "per token", "per group", "outlier channels"):
+        table.add_column(name, justify="right")
+    for gemm in sorted(summary.gemms, key=lambda row: (-row.token_error, row.name))[:_WORST]:
+        table.add_row(
+            gemm.name,
+            f"{gemm.tokens:,}",
+            f"{gemm.absmax:.3g}",
+            f"{gemm.token_error:.2%}",
+            f"{gemm.group_error:.2%} ({gemm.group_size})",
+            str(gemm.outlier_channels),
+        )
+    return table

@@ -1,0 +1,102 @@
+"""Plots as SVG text that stands in the page: no scripts, no network, equal bytes for equal data."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_STYLE: dict[str, Any] = {
+    "svg.hashsalt": "quantkit",  # ids inside the file depend on its content only
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "figure.constrained_layout.use": True,
+}
+
+
+def line_plot(series: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str) -> str:
+    """One line per name through its (x, y) points; logarithmic y when the values span more than a decade."""
+    figure, axes = _figure(7.5, 3.4)
+    for index, (name, points) in enumerate(series.items()):
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, marker="osv^D"[index % 5], markersize=3.5, linewidth=1.2, label=name, color=f"C{index % 10}")
+    values = [y for points in series.values() for _, y in points if y > 0]
+    if values and max(values) > 10 * min(values):
+        axes.set_yscale("log")
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return _svg(figure)
+
+
+def heat_map(
+    values: NDArray[np.float64],
+    x_label: str,
+    y_label: str,
+    *,
+    x_names: Sequence[str] = (),
+    y_names: Sequence[str] = (),
+    colour_label: str = "",
+    percent: bool = False,
+    numbers: bool = True,
+) -> str:
+    """A matrix as coloured cells; small ones carry their numbers. NaN cells stay grey."""
+    rows, columns = values.shape
+    labelled = bool(y_names)
+    figure, axes = _figure(min(9.0, 2.2 + 0.34 * columns + labelled), min(9.0, 1.3 + 0.32 * rows + labelled * 0.7))
+    axes.grid(False)
+    axes.set_facecolor("#dddddd")
+    image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0.0, interpolation="nearest")
+    bar = figure.colorbar(image, ax=axes, label=colour_label)
+    if percent:
+        bar.ax.yaxis.set_major_formatter("{x:.0%}")
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    if x_names:
+        axes.set_xticks(range(columns), x_names, rotation=35, ha="right")
+    if y_names:
+        axes.set_yticks(range(rows), y_names)
+    if not y_names:
+        axes.yaxis.get_major_locator().set_params(integer=True)
+    if numbers and values.size <= 100:
+        _write_numbers(axes, values)
+    return _svg(figure)
+
+
+def _write_numbers(axes: Any, values: NDArray[np.float64]) -> None:
+    middle = float(np.nanmax(values)) / 2
+    for (row, column), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            colour = "black" if value > middle else "white"
+            axes.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=8, color=colour)
+
+
+def _figure(width: float, height: float) -> tuple[Any, Any]:
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(width, height))
+        FigureCanvasAgg(figure)
+        return figure, figure.add_subplot()
+
+
+def _svg(figure: Any) -> str:
+    """The `<svg>` element, without the XML prologue and without date and version."""
+    from matplotlib import rc_context
+
+    target = io.StringIO()
+    with rc_context(_STYLE):
+        figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
+    text = target.getvalue()
+    return text[text.index("<svg") :]
