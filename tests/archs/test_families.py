@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from quantkit.archs import Key, Kind, Split, architecture_for
+from quantkit.archs.assemble import rows_in_fused
 from quantkit.archs.modeling import build_skeleton, load_config, parameter_key, parameter_value, set_tensor
 from quantkit.checkpoint.reader import Source
 from tests.families import FAMILIES, FAMILY_NAMES
@@ -217,6 +218,57 @@ def test_what_reads_a_norm_is_what_the_table_says(tiny: Tiny, family: str) -> No
         actual = model(input_ids=ids).logits
     assert scaled == 2 * source.dims.layers
     assert torch.allclose(actual, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a_gemm_takes_over_the_scale_of_what_feeds_it(tiny: Tiny, family: str) -> None:
+    """Rows of `fed_by` times s and columns of the GEMM over s leave the logits: smoothing pairs are real."""
+    source = Source(tiny(family))
+    parameters = {name: parameter_key(source.arch, name) for name in _filled_skeleton(source).state_dict()}
+    consumers = {part: role for key in parameters.values() for part, role in _fed(source, key).items()}
+    ids = _ids(source.dims.vocab)
+    model = build_skeleton(load_config(source.root), dtype=torch.float32)
+    for name, key in parameters.items():
+        tied_head = key == Key(None, "lm_head") and source.tied
+        if key.layer is None:
+            value = source.get(Key(None, "embed") if tied_head else key)
+        else:
+            value = parameter_value(source.arch, source.dims, name, lambda k: _rescaled(source, k, consumers))
+        set_tensor(model, name, value.float())
+    with torch.no_grad():
+        expected = _filled_skeleton(source)(input_ids=ids).logits
+        actual = model(input_ids=ids).logits
+    assert bool(consumers) is (family not in ("gpt_oss", "minimax_m3"))  # these clamp between up and down
+    assert torch.allclose(actual, expected, rtol=1e-3, atol=1e-4)
+
+
+def _fed(source: Source, key: Key) -> dict[str, str]:
+    """Feeder -> consumer for a key whose GEMM reads channels of one feeder of the same layer."""
+    role = source.arch.role(key.role)
+    latent = role.fed_by.startswith("mla.")
+    gated = role.name.endswith(".down") and source.arch.gate_is_linear_in_up
+    return {role.fed_by: role.name} if latent or gated else {}
+
+
+def _rescaled(source: Source, key: Key, consumers: dict[str, str]) -> torch.Tensor:
+    value = source.get(key).float().clone()
+    role = source.arch.role(key.role)
+    for part in role.parts or (role.name,):
+        if part in consumers:
+            rows = value.unbind(0) if source.is_stacked(key) else (value,)
+            for matrix in rows:
+                start, stop = (0, len(matrix))
+                if role.parts:
+                    start, stop = rows_in_fused(source.arch, source.dims, part, len(matrix))
+                scale = _powers(stop - start)
+                matrix[start:stop] *= scale if matrix.ndim == 1 else scale[:, None]
+    if _fed(source, key) and key.part == "weight":
+        value /= _powers(value.shape[-1])
+    return value
+
+
+def _powers(size: int) -> torch.Tensor:
+    return 2.0 ** torch.randint(-2, 3, (size,), generator=torch.Generator().manual_seed(4))
 
 
 def test_norm_offset_of_each_family_is_that_of_its_class(tiny: Tiny) -> None:
