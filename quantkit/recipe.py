@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator
 
 from quantkit.archs import Architecture, Key
 from quantkit.errors import UsageError
 from quantkit.spec.scheme import SCHEMES, Scheme
+from quantkit.spec.transform import MethodOptions
 
 
 class _Strict(BaseModel):
@@ -90,6 +91,8 @@ class Recipe(_Strict):
         roles: name pattern -> role for tensors that no architecture record knows: `layers.*.NAME` below every layer,
             `NAME` outside the layers, `NAME.**` for a subtree.
         mtp: what happens to draft layers.
+        methods: exact transforms of the weights, in order; each entry has a `name` and that method's options
+            (`quantkit.calibrate.methods`).
         calibration: how text is drawn.
     """
 
@@ -99,9 +102,30 @@ class Recipe(_Strict):
     rules: tuple[Rule, ...] = ()
     roles: dict[str, str] = Field(default_factory=dict)
     mtp: Literal["keep", "drop"] = "keep"
+    methods: tuple[SerializeAsAny[MethodOptions], ...] = ()
     calibration: Calibration = Calibration()
 
     _scheme = field_validator("scheme")(_known_scheme)
+
+    @field_validator("methods", mode="before")
+    @classmethod
+    def _known_methods(cls, entries: Any) -> Any:
+        """Every entry as the options of its method."""
+        from quantkit.calibrate.methods import METHODS, method
+
+        if not isinstance(entries, list | tuple):
+            return entries  # pydantic says what is wrong
+        found = []
+        for entry in entries:
+            name = entry.get("name") if isinstance(entry, dict) else getattr(entry, "name", entry)
+            if not isinstance(name, str) or name not in METHODS:
+                raise ValueError(f"unknown method {name!r}; choices: {', '.join(sorted(METHODS))}")
+            try:
+                found.append(method(name).options.model_validate(entry))
+            except ValidationError as error:
+                problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+                raise ValueError(f"method {name}: {'; '.join(problems)}") from error
+        return tuple(found)
 
     def scheme_for(self, arch: Architecture, key: Key, name: str) -> Scheme:
         """Scheme of the weight `name` (on disk) with `key`; roles that are never quantized get "keep"."""

@@ -47,6 +47,7 @@ class Architecture:
         tied_by_default: what a config without `tie_word_embeddings` means (the class's default).
         norm_offset: the norms of the residual stream multiply by weight + offset (Gemma: 1), so scaling such a norm
             by s means weight -> (weight + offset) * s - offset.
+        gate_is_linear_in_up: the feed-forward computes f(gate) * up, so that a factor moves from up to down exactly.
         experts_transposed: stacked experts are `[E, K, N]` in memory (gpt-oss).
         gate_up_interleaved: rows of a stacked gate_up alternate gate, up (gpt-oss) instead of halves.
         float32_parameters: roles that the model needs in float32 whatever dtype it is built with.
@@ -67,6 +68,7 @@ class Architecture:
     query_gate: bool = False
     tied_by_default: bool = False
     norm_offset: float = 0.0
+    gate_is_linear_in_up: bool = True
     experts_transposed: bool = False
     gate_up_interleaved: bool = False
     float32_parameters: tuple[str, ...] = ("router.correction",)

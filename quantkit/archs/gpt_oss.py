@@ -8,5 +8,6 @@ ARCHITECTURE = Architecture(
     layer_rules={"mlp.router": "router"},
     experts_transposed=True,
     gate_up_interleaved=True,
+    gate_is_linear_in_up=False,  # (up + 1), after clamps
     notes="Every layer is a mixture; intermediate_size is the experts' width.",
 )

@@ -1,7 +1,7 @@
 """MiniMax-M3: the text model inside a vision-language checkpoint; sparse attention by blocks, (1 + w) norms."""
 
 from quantkit.archs.base import Architecture
-from quantkit.archs.roles import Kind, Role, Split
+from quantkit.archs.roles import Kind, Residual, Role, Split
 
 ARCHITECTURE = Architecture(
     name="minimax_m3",
@@ -32,6 +32,7 @@ ARCHITECTURE = Architecture(
             input="attn.in",
             fed_by="norm.input",
             column="attention",
+            residual=Residual.IN,
         ),
     },
     dim_keys={
@@ -42,5 +43,6 @@ ARCHITECTURE = Architecture(
     },
     shared_width="shared_intermediate_size",
     norm_offset=1.0,
+    gate_is_linear_in_up=False,  # (up + 1), after clamps
     notes="intermediate_size is the experts' width; published configs keep the indexer's sizes in a nested object.",
 )

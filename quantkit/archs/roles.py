@@ -39,6 +39,16 @@ class Stage(StrEnum):
     LAST = "last"
 
 
+class Residual(StrEnum):
+    """How a role's tensors meet the residual stream, the hidden states between the blocks."""
+
+    NONE = ""
+    IN = "in"  # a matrix that reads it through the norm `fed_by`: its columns are the stream's channels
+    OUT = "out"  # a matrix whose output is added to it: its rows (of the embedding: its columns) are the channels
+    SCALES = "scales"  # a norm that multiplies what is added to it, channel by channel
+    UNKNOWN = "unknown"  # it reads or writes it in a way that the table does not describe
+
+
 class Key(NamedTuple):
     """Identity of one tensor, the same on disk, in memory and in a shard.
 
@@ -86,6 +96,7 @@ class Role:
         fed_by: role of the norm or GEMM whose output channels feed `input` (for smoothing), "" if none.
         column: memory column in plans.
         per_expert: one tensor per routed expert.
+        residual: how its weight meets the residual stream, for transforms of the whole model: see `Residual`.
     """
 
     name: str
@@ -100,49 +111,69 @@ class Role:
     fed_by: str = ""
     column: str = "other"
     per_expert: bool = False
+    residual: Residual = Residual.NONE
 
 
 def _linear(name: str, split: Split, unit: str, column: str, **columns: Any) -> Role:
     return Role(name, Kind.LINEAR, True, split, unit, column=column, **columns)
 
 
+_ATTN_IN: dict[str, Any] = {"input": "attn.in", "fed_by": "norm.input", "residual": Residual.IN}
+_MLP_IN: dict[str, Any] = {"input": "mlp.in", "fed_by": "norm.pre_mlp", "residual": Residual.IN}
+
+
 def _mlp(prefix: str, unit: str, column: str, per_expert: bool = False) -> tuple[Role, ...]:
     """The roles of one gated MLP: routed experts, shared experts and dense layers have the same shape."""
     gate, up, down, fused = (f"{prefix}.{part}" for part in ("gate", "up", "down", "gate_up"))
     rest: dict[str, Any] = {"column": column, "per_expert": per_expert}
-    entering: dict[str, Any] = {"input": "mlp.in", "fed_by": "norm.pre_mlp", **rest}
+    entering: dict[str, Any] = {**_MLP_IN, **rest}
     return (
         _linear(gate, Split.COL, unit, fuse=fused, **entering),
         _linear(up, Split.COL, unit, fuse=fused, **entering),
         _linear(fused, Split.COL, unit, parts=(gate, up), **entering),
-        _linear(down, Split.ROW, unit, input=f"{prefix}.down_in", fed_by=up, **rest),
+        _linear(down, Split.ROW, unit, input=f"{prefix}.down_in", fed_by=up, residual=Residual.OUT, **rest),
     )
 
 
-_ATTN_IN: dict[str, Any] = {"input": "attn.in", "fed_by": "norm.input"}
-
 _TABLE: tuple[Role, ...] = (
-    Role("embed", Kind.EMBEDDING, split=Split.COL, unit="vocab", stage=Stage.FIRST, column="embedding"),
-    Role("lm_head", Kind.EMBEDDING, split=Split.COL, unit="vocab", stage=Stage.LAST, column="embedding"),
+    Role(
+        "embed",
+        Kind.EMBEDDING,
+        split=Split.COL,
+        unit="vocab",
+        stage=Stage.FIRST,
+        column="embedding",
+        residual=Residual.OUT,
+    ),
+    Role(
+        "lm_head",
+        Kind.EMBEDDING,
+        split=Split.COL,
+        unit="vocab",
+        stage=Stage.LAST,
+        fed_by="norm.final",
+        column="embedding",
+        residual=Residual.IN,
+    ),
     Role("norm.final", Kind.NORM, stage=Stage.LAST, column="norm"),
     # norms of a layer, named by what they stand before
     Role("norm.input", Kind.NORM, column="norm"),
-    Role("norm.post_attn", Kind.NORM, column="norm"),
+    Role("norm.post_attn", Kind.NORM, column="norm", residual=Residual.SCALES),
     Role("norm.pre_mlp", Kind.NORM, column="norm"),
-    Role("norm.post_mlp", Kind.NORM, column="norm"),
+    Role("norm.post_mlp", Kind.NORM, column="norm", residual=Residual.SCALES),
     # attention with separate keys and values
     _linear("attn.q", Split.COL, "heads", "attention", fuse="attn.qkv", **_ATTN_IN),
     _linear("attn.k", Split.COL, "kv_heads", "attention", fuse="attn.qkv", **_ATTN_IN),
     _linear("attn.v", Split.COL, "kv_heads", "attention", fuse="attn.qkv", **_ATTN_IN),
     _linear("attn.qkv", Split.COL, "heads", "attention", parts=("attn.q", "attn.k", "attn.v"), **_ATTN_IN),
-    _linear("attn.o", Split.ROW, "heads", "attention", input="attn.out", fed_by="attn.v"),
+    _linear("attn.o", Split.ROW, "heads", "attention", input="attn.out", fed_by="attn.v", residual=Residual.OUT),
     Role("attn.q_norm", Kind.NORM, column="norm"),
     Role("attn.k_norm", Kind.NORM, column="norm"),
     Role("attn.sinks", Kind.VECTOR, split=Split.COL, unit="heads", column="attention"),
     # latent attention: the down projections are small, shared by all heads and the most sensitive GEMMs of
     # the layer, and engines fuse both, so both stay in the source's dtype
-    Role("mla.q_a", Kind.LINEAR, input="attn.in", fed_by="norm.input", column="attention"),
-    Role("mla.kv_a", Kind.LINEAR, input="attn.in", fed_by="norm.input", column="attention"),
+    Role("mla.q_a", Kind.LINEAR, column="attention", **_ATTN_IN),
+    Role("mla.kv_a", Kind.LINEAR, column="attention", **_ATTN_IN),
     Role("mla.q_a_norm", Kind.NORM, column="norm"),
     Role("mla.kv_a_norm", Kind.NORM, column="norm"),
     _linear("mla.q_b", Split.COL, "heads", "attention", input="mla.q_latent", fed_by="mla.q_a_norm"),
@@ -151,9 +182,9 @@ _TABLE: tuple[Role, ...] = (
     *_mlp("mlp", "intermediate", "mlp"),
     *_mlp("shared", "shared_intermediate", "shared experts"),
     *_mlp("expert", "moe_intermediate", "experts", per_expert=True),
-    Role("router", Kind.ROUTER, input="mlp.in", fed_by="norm.pre_mlp", column="router"),
+    Role("router", Kind.ROUTER, column="router", **_MLP_IN),
     Role("router.correction", Kind.VECTOR, column="router"),
-    Role("shared.router", Kind.ROUTER, input="mlp.in", fed_by="norm.pre_mlp", column="router"),
+    Role("shared.router", Kind.ROUTER, column="router", **_MLP_IN),
     # the indexer of sparse attention: a selection of keys is not averaged over, so an error flips it; kept
     Role("indexer.q", Kind.LINEAR, input="mla.q_latent", fed_by="mla.q_a_norm", column="attention"),
     Role("indexer.k", Kind.LINEAR, column="attention", **_ATTN_IN),
@@ -167,12 +198,12 @@ _TABLE: tuple[Role, ...] = (
     Role("linear_attn.ba", Kind.LINEAR, column="attention", **_ATTN_IN),
     Role("linear_attn.b", Kind.LINEAR, column="attention", **_ATTN_IN),
     Role("linear_attn.a", Kind.LINEAR, column="attention", **_ATTN_IN),
-    Role("linear_attn.o", Kind.LINEAR, input="linear_attn.out", column="attention"),
+    Role("linear_attn.o", Kind.LINEAR, input="linear_attn.out", column="attention", residual=Residual.OUT),
     # kept whole, by rule
-    Role("indexer", Kind.OPAQUE, column="attention"),
+    Role("indexer", Kind.OPAQUE, column="attention", residual=Residual.UNKNOWN),
     Role("linear_attn", Kind.OPAQUE, column="attention"),
-    Role("mtp", Kind.OPAQUE, stage=Stage.LAST, column="draft layers"),
-    Role("vision", Kind.OPAQUE, stage=Stage.FIRST, column="vision"),
+    Role("mtp", Kind.OPAQUE, stage=Stage.LAST, column="draft layers", residual=Residual.UNKNOWN),
+    Role("vision", Kind.OPAQUE, stage=Stage.FIRST, column="vision", residual=Residual.UNKNOWN),
     Role("buffer", Kind.OPAQUE, column="other"),
 )
 

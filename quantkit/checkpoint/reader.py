@@ -46,6 +46,7 @@ class Entry:
         shape: logical shape as stored, before `Architecture` transposes or de-interleaves.
         dtype: of the decoded tensor (safetensors name); "F32" for every quantized format.
         transposed: the logical shape is `[E, K, N]` (stacked experts of an architecture that stores them so).
+        kept_dtype: in which it is written when it is kept (safetensors name); "" leaves that to the writer.
     """
 
     key: Key
@@ -55,6 +56,7 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     transposed: bool = False
+    kept_dtype: str = ""
 
     @property
     def module(self) -> str:
@@ -229,6 +231,13 @@ class Source:
         if self.is_stacked(key) and self.arch.gate_up_interleaved and key.role == "expert.gate_up":
             tensor = torch.cat((tensor[:, 0::2], tensor[:, 1::2]), 1)
         return tensor
+
+    def as_stored(self, key: Key, tensor: Tensor) -> Tensor:
+        """The way back from `canonical`."""
+        if self.is_stacked(key) and self.arch.gate_up_interleaved and key.role == "expert.gate_up":
+            gate, up = tensor.chunk(2, 1)
+            tensor = torch.stack((gate, up), 2).flatten(1, 2)
+        return tensor.transpose(1, 2) if self.entries[key].transposed else tensor
 
     def canonical_shape(self, key: Key) -> tuple[int, ...]:
         """Shape of a stored tensor in canonical orientation, from the headers alone."""

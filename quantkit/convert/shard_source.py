@@ -198,6 +198,9 @@ class ShardedSource(Source):
     def canonical(self, key: Key, tensor: Tensor) -> Tensor:
         return tensor  # shards are written in canonical orientation
 
+    def as_stored(self, key: Key, tensor: Tensor) -> Tensor:
+        return tensor
+
     def files_of(self, key: Key) -> set[str]:
         where = self._parts[key]
         names = [where.name, *([where.scale] if where.scale else [])]

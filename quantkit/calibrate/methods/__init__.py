@@ -58,7 +58,8 @@ def view_of(
 
     if not methods:
         return source
-    steps, sets = Transforms().steps, {}
+    steps = Transforms().steps
+    sets: dict[str, Vectors] = {}
     view = source
     for options in methods:
         built = method(options.name).build(view, options, artifact)

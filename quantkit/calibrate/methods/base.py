@@ -40,4 +40,3 @@ class Method(NamedTuple):
 
 def no_vectors(_set: str, _key: object) -> None:
     """For steps that need none."""
-    return None

@@ -1,0 +1,70 @@
+"""Orthogonal matrices of any size that spread every channel over all others, applied without being formed.
+
+Q = diag(signs) (H kron R) for n = 2^k m with m odd: H the Hadamard matrix of size 2^k, R the discrete Hartley matrix
+of size m, `R_ij = (cos(2 pi i j / m) + sin(2 pi i j / m)) / sqrt(m)`, both symmetric and orthogonal, and random signs.
+No entry of Q exceeds sqrt(2 / n), so a single large channel is spread evenly; the signs keep channels with a common
+offset from adding up in one output. (A random orthogonal R has entries of 3 / sqrt(m) and needs a QR decomposition,
+whose last bits differ between libraries; this one is the same everywhere.)
+
+Only sums, differences and products of float64 in a fixed order are used, no matrix library: rows of a result are bit
+for bit those of the whole, whatever the number of rows and threads.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Rotation:
+    """The orthogonal matrix of one size and seed.
+
+    Args:
+        size: n, at least 1.
+        seed: of the signs.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size, self.seed = size, seed
+        self.power = size & -size
+        self.odd = size // self.power
+
+    @cached_property
+    def _signs(self) -> Tensor:
+        bits = np.random.default_rng(self.seed).integers(0, 2, self.size)
+        return torch.from_numpy(1.0 - 2.0 * bits)
+
+    @cached_property
+    def _hartley(self) -> list[Tensor]:
+        """Rows of R, times the norm of H."""
+        m, norm = self.odd, 1 / math.sqrt(self.size)
+        angles = [2 * math.pi * turn / m for turn in range(m)]
+        values = [(math.cos(angle) + math.sin(angle)) * norm for angle in angles]
+        return [torch.tensor([values[i * j % m] for j in range(m)], dtype=torch.float64) for i in range(m)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x Q for float64 `[..., n]`; x is left as it is."""
+        x = (x * self._signs).unflatten(-1, (self.power, self.odd))
+        rows = self._hartley
+        result = x[..., :1] * rows[0]
+        for index in range(1, self.odd):
+            result += x[..., index : index + 1] * rows[index]
+        return self._hadamard(result).flatten(-2)
+
+    def _hadamard(self, x: Tensor) -> Tensor:
+        """Butterflies along dimension -2; the norm is in R."""
+        width = 1
+        while width < self.power:
+            pairs = x.unflatten(-2, (-1, 2, width))
+            first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
+            x = torch.stack((first + second, first - second), -3).flatten(-4, -2)
+            width *= 2
+        return x
+
+    def matrix(self) -> Tensor:
+        """Q as float64 `[n, n]`."""
+        return self(torch.eye(self.size, dtype=torch.float64))
