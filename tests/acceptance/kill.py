@@ -1,0 +1,46 @@
+"""Start a command and kill it while it works."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+PATIENCE = 120.0
+
+
+def run_killed(argv: Sequence[str], folder: Path, delay: float) -> bool:
+    """Run `argv`, wait until it has begun to work in `folder`, then SIGKILL it and its children after `delay` seconds.
+
+    Returns:
+        Whether it was killed; False when it had already ended well.
+    """
+    started = time.time()
+    process = subprocess.Popen(
+        argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, env={**os.environ}
+    )
+    while process.poll() is None and not _at_work(folder, started):
+        assert time.time() - started < PATIENCE, f"{argv} did not begin"
+        time.sleep(0.005)
+    try:
+        process.wait(timeout=delay)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return True
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors.decode()
+    return False
+
+
+def _at_work(folder: Path, since: float) -> bool:
+    """Whether a file below `folder` was written after `since`; files come and go while this looks."""
+    for path in folder.rglob("*") if folder.is_dir() else ():
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file() and path.stat().st_mtime >= since - 0.01:
+                return True
+    return False
