@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from quantkit.archs import Split, architecture_for
+from quantkit.archs import Architecture, Split, architecture_for
 from quantkit.archs.modeling import build_skeleton, load_config, parameter_key
 from tests.families import FAMILY_NAMES
 
@@ -59,68 +60,63 @@ WE_SPLIT: Mapping[str, Mapping[str, str]] = {
 """Roles that we split and transformers does not, by family, with the reason."""
 
 
-def _roles_of_plan(family: str, folder: Path, plan: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Role -> (style, pattern) for every parameter that a plan names."""
+@cache
+def _parameters(folder: Path) -> tuple[Any, Architecture, Mapping[str, str]]:
+    """transformers' config, our record, and parameter -> role of the tiny model."""
     config = load_config(folder)
     arch = architecture_for({"model_type": config.model_type})
+    names = [name for name, _ in build_skeleton(config, dtype=torch.float32).named_parameters()]
+    return config, arch, {name: parameter_key(arch, name).role for name in names}
+
+
+def _roles_of_plan(roles: Mapping[str, str], plan: Mapping[str, str] | None) -> dict[str, str]:
+    """Role -> style for every parameter that a plan of transformers names."""
     found = {}
-    for name in _parameters(config):
+    for name, role in roles.items():
         stem = re.sub(r"\.(weight|bias)$", "", name.removeprefix("model."))
-        pattern = re.sub(r"layers\.\d+\.", "layers.*.", stem)
-        if pattern in plan:
-            found[parameter_key(arch, name).role] = (plan[pattern], pattern)
+        style = (plan or {}).get(re.sub(r"layers\.\d+\.", "layers.*.", stem))
+        if style and style not in COMMUNICATION:
+            found[role] = style
     return found
 
 
-def _parameters(config: Any) -> list[str]:
-    return [name for name, _ in build_skeleton(config, dtype=torch.float32).named_parameters()]
+def _our_splits(arch: Architecture, roles: Mapping[str, str]) -> set[str]:
+    return {role for role in roles.values() if arch.role(role).split is not Split.REP}
+
+
+def _is_known(role: str, patterns: Iterable[str]) -> bool:
+    return any(re.match(pattern, role) for pattern in patterns)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_tensor_parallel_plan(tiny: Tiny, family: str) -> None:
-    config = load_config(tiny(family))
-    arch = architecture_for({"model_type": config.model_type})
-    plan = {key: style for key, style in (config.base_model_tp_plan or {}).items() if style not in COMMUNICATION}
-    plan["lm_head"] = "colwise_gather_output"
-    theirs = _roles_of_plan(family, tiny(family), plan)
+    config, arch, roles = _parameters(tiny(family))
+    theirs = _roles_of_plan(roles, {**(config.base_model_tp_plan or {}), "lm_head": "colwise_gather_output"})
     wrong = {
         role: (style, arch.role(role).split)
-        for role, (style, _) in theirs.items()
-        if STYLES[style] is not arch.role(role).split and not any(re.match(known, role) for known in WE_REPLICATE)
+        for role, style in theirs.items()
+        if STYLES[style] is not arch.role(role).split and not _is_known(role, WE_REPLICATE)
     }
     assert wrong == {}
-    unexpected = sorted(_our_splits(arch, config) - theirs.keys() - _documented(family, arch, config))
-    assert unexpected == []
-
-
-def _our_splits(arch: Any, config: Any) -> set[str]:
-    roles = {parameter_key(arch, name).role for name in _parameters(config)}
-    return {role for role in roles if arch.role(role).split is not Split.REP}
-
-
-def _documented(family: str, arch: Any, config: Any) -> set[str]:
-    patterns = [*EVERYWHERE, *WE_SPLIT.get(family, {})]
-    return {role for role in _our_splits(arch, config) if any(re.match(pattern, role) for pattern in patterns)}
+    documented = [*EVERYWHERE, *WE_SPLIT.get(family, {})]
+    assert [role for role in _our_splits(arch, roles) - theirs.keys() if not _is_known(role, documented)] == []
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_expert_parallel_plan(tiny: Tiny, family: str) -> None:
     """What their plan spreads over ranks is what we hold one of for each expert, and the other way round."""
-    config = load_config(tiny(family))
-    arch = architecture_for({"model_type": config.model_type})
-    plan = {key: style for key, style in (config.base_model_ep_plan or {}).items() if style not in COMMUNICATION}
-    theirs = _roles_of_plan(family, tiny(family), plan)
-    assert {style for style, _ in theirs.values()} <= {"grouped_gemm"}
-    ours = {role for name in _parameters(config) if arch.role(role := parameter_key(arch, name).role).per_expert}
-    assert theirs.keys() == ours
+    config, arch, roles = _parameters(tiny(family))
+    theirs = _roles_of_plan(roles, config.base_model_ep_plan)
+    assert set(theirs.values()) <= {"grouped_gemm"}
+    assert theirs.keys() == {role for role in roles.values() if arch.role(role).per_expert}
 
 
 def test_documented_differences_still_exist(tiny: Tiny) -> None:
     """A row that nothing needs any more misleads."""
     for family, rows in WE_SPLIT.items():
-        config = load_config(tiny(family))
-        arch = architecture_for({"model_type": config.model_type})
-        theirs = _roles_of_plan(family, tiny(family), config.base_model_tp_plan or {})
-        open_roles = _our_splits(arch, config) - theirs.keys()
+        config, arch, roles = _parameters(tiny(family))
+        left = _our_splits(arch, roles) - _roles_of_plan(roles, config.base_model_tp_plan).keys()
         for pattern in rows:
-            assert any(re.match(pattern, role) for role in open_roles), (family, pattern)
+            assert any(re.match(pattern, role) for role in left), (family, pattern)
+    config, _, roles = _parameters(tiny("qwen3_next"))
+    assert any(_is_known(role, WE_REPLICATE) for role in _roles_of_plan(roles, config.base_model_tp_plan))

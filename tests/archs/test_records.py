@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -136,6 +137,34 @@ def test_sizes_of_published_configs() -> None:
     assert v32.is_draft(Key(61, "attn.o"))
     assert v32.is_draft(Key(None, "mtp", label="mtp.fc.weight"))
     assert not v32.is_draft(Key(None, "lm_head"))
+
+
+MODELS = Path(__file__).parents[1] / "models"
+
+
+@pytest.mark.parametrize("name", ["tiny-minimax-m2", "tiny-deepseek-v3"])
+def test_trained_models_are_classified(name: str) -> None:
+    source = Source(MODELS / name)
+    source.require_classified()
+    dims = source.dims
+    counts = Counter(key.role for key in source.entries)
+    moe_layers = len({key.layer for key in source.entries if key.role == "router"})
+    assert counts["expert.down"] == moe_layers * dims.experts
+    assert counts["attn.o"] == dims.layers
+    assert source.get(Key(dims.layers - 1, "expert.gate_up")).shape == (
+        dims.experts,
+        2 * dims.moe_intermediate,
+        dims.hidden,
+    )
+
+
+def test_kimi_k25_is_a_vision_language_model_around_deepseek_v3(tiny: Tiny, tmp_path: Path) -> None:
+    text = json.loads((tiny("kimi_k2") / "config.json").read_text())
+    config = {"model_type": "kimi_k25", "text_config": text}
+    assert architecture_for(config).name == "deepseek_v3"
+    assert architecture_for(config).dims(config).experts == 5
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_config(tmp_path).model_type == "deepseek_v3"
 
 
 def test_missing_sizes_are_listed_together() -> None:
