@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from quantkit.archs import Architecture, Dims, Key, architecture_for, text_config
+from quantkit.archs import Architecture, Dims, Key, architecture_for, roles_snippet, text_config
 from quantkit.crosscheck import Problem, cross_check
 from quantkit.errors import InputError
 from quantkit.memory import (
@@ -168,7 +168,7 @@ def _without_role(arch: Architecture, names: list[str]) -> Problem:
     return Problem(
         level="error",
         what=f"{len(names)} tensors have no role in the architecture record {arch.name}",
-        remedy="add a `roles:` entry to the recipe, or a rule to quantkit/archs",
+        remedy=f"add this to the recipe, with a role for each ROLE\n{roles_snippet(names)}",
         items=tuple(names[:20]),
     )
 
