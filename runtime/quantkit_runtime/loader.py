@@ -20,13 +20,17 @@ from quantkit.spec.tensorfile import TensorInfo, read_header
 from quantkit_runtime.errors import BrokenShard, UnsupportedDtype
 from quantkit_runtime.shards import ModelFiles, Stored
 
+WORK_FOLDER = ".quantkit-work"
+"""What `quantkit convert` leaves in its output folder; without a manifest beside it the conversion is not finished."""
+
 
 def open_model(root: Path, *, rank: int = 0, verify: bool = True) -> ModelFiles:
     """Open a converted folder of either form, or a plain checkpoint, for one rank. Reads headers only.
 
     Raises:
         InputError: no such folder, no config, no weights, a broken manifest or tensors without a role.
-        BrokenShard: files are missing, have other sizes or other headers than the manifest says.
+        BrokenShard: the conversion is not finished, or files are missing, have other sizes or other headers than the
+            manifest says.
         UnsupportedDtype: a layout or activation scheme that this runtime has no kernel for.
         UsageError: the manifest was made for a mesh of more than one rank.
     """
@@ -35,6 +39,8 @@ def open_model(root: Path, *, rank: int = 0, verify: bool = True) -> ModelFiles:
         raise InputError(f"{root} {what}", "give the folder that `quantkit convert` wrote")
     config = read_json(root / "config.json")
     path = manifest_path(root)
+    if path is None and (root / WORK_FOLDER).is_dir():
+        raise BrokenShard(f"{root} holds an unfinished conversion", "run the same `quantkit convert` command again")
     if path is None:
         return ModelFiles(root, "source", config, _from_headers(root, config), {}, verify=verify)
     manifest = read_manifest(path)

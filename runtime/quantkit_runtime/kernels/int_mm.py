@@ -19,10 +19,15 @@ def int32_product(x_TK: Tensor, w_NK: Tensor) -> Tensor:
     """Exact `x @ w.T` of int8 matrices -> int32 `[T, N]`."""
     (t, k), n = x_TK.shape, w_NK.shape[0]
     check_accumulator(k)
-    more_k, more_n = -k % MULTIPLE, -n % MULTIPLE
-    x = pad(x_TK, (0, more_k, 0, max(0, MIN_ROWS - t)))
-    w = pad(w_NK, (0, more_k, 0, more_n))
-    return torch._int_mm(x.contiguous(), w.contiguous().T)[:t, :n]
+    x = _padded(x_TK, max(t, MIN_ROWS), k + -k % MULTIPLE)
+    w = _padded(w_NK, n + -n % MULTIPLE, k + -k % MULTIPLE)
+    return torch._int_mm(x, w.T)[:t, :n]
+
+
+def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """The matrix, contiguous and of this size; a weight that fits is not copied."""
+    more_rows, more_columns = rows - matrix.shape[0], columns - matrix.shape[1]
+    return (pad(matrix, (0, more_columns, 0, more_rows)) if more_rows or more_columns else matrix).contiguous()
 
 
 def w8a8_gemm(
