@@ -42,8 +42,11 @@ class WrittenTensor:
     xxh3: str
 
 
-def write_atomic(path: Path, chunks: Iterable[Chunk]) -> WrittenFile:
+def write_atomic(path: Path, chunks: Iterable[Chunk], *, durable: bool = True) -> WrittenFile:
     """Write `chunks` to `path`: temporary file in the same folder, fsync, rename, fsync of the folder.
+
+    Args:
+        durable: False leaves out both fsyncs, for notes whose loss only repeats work.
 
     Raises:
         QuantkitError: the disk is full, or writing failed otherwise; `path` then is as it was before.
@@ -59,13 +62,15 @@ def write_atomic(path: Path, chunks: Iterable[Chunk]) -> WrittenFile:
                     _write_all(fd, chunk)
                 digest.update(chunk)
                 size += memoryview(chunk).nbytes
-            with _failures(path):
-                os.fsync(fd)
+            if durable:
+                with _failures(path):
+                    os.fsync(fd)
         finally:
             os.close(fd)
         with _failures(path):
             temporary.replace(path)
-            fsync_folder(path.parent)
+            if durable:
+                fsync_folder(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

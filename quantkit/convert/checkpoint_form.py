@@ -30,6 +30,8 @@ def rows_of(source: Source, key: Key) -> int:
 
 def kept_dtype(source: Source, entry: Entry) -> str:
     """Dtype in which a tensor is kept: its own, or the model's when a native low-bit format is decoded."""
+    if entry.kept_dtype:
+        return entry.kept_dtype
     if entry.format.name == "plain":
         return entry.dtype
     named = str(source.config.get("dtype") or source.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
@@ -162,7 +164,7 @@ def config_bytes(source: Source, ignore: tuple[str, ...] | None, original: bytes
         config["text_config"] = {key: value for key, value in nested.items() if key != "quantization_config"}
     if ignore is not None:
         config["quantization_config"] = quantization_config(list(ignore))
-    if config == source.config:
+    if config == json.loads(original):
         return original
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 

@@ -27,25 +27,26 @@ from quantkit.checkpoint.writer import WrittenTensor, file_sha256, read_chunks, 
 from quantkit.console import Progress
 from quantkit.convert.compute import CalibratedScales, Producer
 from quantkit.convert.plan import needed_bytes
-from quantkit.convert.shard_source import open_source
+from quantkit.convert.transforms import open_transformed
 from quantkit.convert.units import Plan, PlannedFile
 from quantkit.errors import QuantkitError
 from quantkit.outdir import OutputFolder
+from quantkit.recipe import Recipe
 
 _JOURNAL = "journal"
 
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """What a worker needs to open the source: its arguments."""
+    """What a worker needs to open the source as the recipe transforms it."""
 
     root: Path
     ignore_index: bool
-    extra_roles: dict[str, str]
+    recipe: Recipe
     calibration: Path | None
 
     def open(self) -> Source:
-        return open_source(self.root, ignore_index=self.ignore_index, extra_roles=self.extra_roles)
+        return open_transformed(self.root, self.recipe, ignore_index=self.ignore_index, artifact=self.calibration)
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def _recall(journal: Path, out: Path, job: Job) -> Done | None:
 
 
 def _note(journal: Path, job: Job, done: Done) -> None:
-    write_atomic(journal / _entry_name(job), [json.dumps(asdict(done)).encode()])
+    write_atomic(journal / _entry_name(job), [json.dumps(asdict(done)).encode()], durable=False)
 
 
 def _entry_name(job: Job) -> str:

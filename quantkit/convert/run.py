@@ -15,6 +15,7 @@ from quantkit.checkpoint.writer import WrittenTensor, write_atomic
 from quantkit.convert.compute import CalibratedScales
 from quantkit.convert.execute import Done, SourceSpec, execute
 from quantkit.convert.plan import DEFAULT_SHARD_BYTES, plan
+from quantkit.convert.transforms import steps_of
 from quantkit.convert.units import How, Plan, PlannedFile, PlannedTensor
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.outdir import OutputFolder, check_place, exclusive, options_digest, prepare_output
@@ -69,7 +70,7 @@ def prepare(
         UsageError, InputError: all that forbids it.
     """
     mesh = mesh or Mesh()
-    spec = SourceSpec(root, ignore_index, dict(recipe.roles), calibration)
+    spec = SourceSpec(root, ignore_index, recipe, calibration)
     source = spec.open()
     source_digest = source.digest()
     digest = _calibration_digest(calibration, source_digest, recipe) if calibration else ""
@@ -138,7 +139,7 @@ def run(prepared: Prepared, out: Path, jobs: int = 0) -> Manifest:
         manifest = _manifest(prepared, folder, done)
         write_atomic(out / name, [manifest_bytes(manifest)])
         folder.clear_work()
-    return manifest
+    return read_manifest(out / name)
 
 
 def default_jobs() -> int:
@@ -186,6 +187,7 @@ def _manifest(prepared: Prepared, out: OutputFolder, done: dict[str, Done]) -> M
         model_type=str(source.config.get("model_type", "")),
         recipe=prepared.recipe.model_dump(mode="json"),
         calibration_digest=prepared.calibration_digest,
+        transforms=steps_of(source),
         mesh=prepared.mesh,
         vocab_size=source.dims.vocab,
         tied_embeddings=source.tied,

@@ -23,8 +23,10 @@ from quantkit.convert.coverage import check_coverage, written_parameters
 from quantkit.convert.hashing import hash_file
 from quantkit.convert.nonweights import is_ours
 from quantkit.convert.shard_source import open_source
+from quantkit.convert.transforms import open_transformed, steps_of
 from quantkit.errors import QuantkitError
 from quantkit.outdir import WORK_NAME, options_digest
+from quantkit.recipe import Recipe
 from quantkit.spec.index import INDEX_NAME, open_checkpoint, read_json
 from quantkit.spec.manifest import Manifest, OutputFile, TensorRecord, manifest_path, read_manifest
 from quantkit.spec.tensorfile import read_header
@@ -290,7 +292,10 @@ def _dims(folder: Path) -> tuple[int, int]:
 
 
 def _check_source(folder: Path, root: Path, manifest: Manifest | None, quick: bool, jobs: int, checks: _Checks) -> None:
-    original = open_source(root, extra_roles=_roles(manifest))
+    opened: list[Source] = []
+    if not checks.run("source is transformed as the manifest says", lambda: _transformed(root, manifest, opened)):
+        return
+    original = opened[0]
     if manifest is not None:
         checks.run("source is the one that was converted", lambda: _source_files(root, manifest, quick, jobs))
         checks.run("parameter count equals the source's", lambda: _parameters(original, manifest))
@@ -300,6 +305,18 @@ def _check_source(folder: Path, root: Path, manifest: Manifest | None, quick: bo
     outcome = compare(folder, original, manifest, jobs)
     for row in outcome:
         checks.rows.append(Check(name=row.name, count=row.count, failures=tuple(row.failures), note=row.note))
+
+
+def _transformed(root: Path, manifest: Manifest | None, opened: list[Source]) -> tuple[int, list[str], str]:
+    """Open the source and apply the recipe's methods, which must come to the recorded steps."""
+    if manifest is None or not manifest.transforms:
+        opened.append(open_source(root, extra_roles=_roles(manifest)))
+        return 0, [], "no transforms"
+    source = open_transformed(root, Recipe.model_validate(manifest.recipe))
+    opened.append(source)
+    if steps_of(source) != manifest.transforms:
+        return len(manifest.transforms), ["the recipe's methods come to other steps than those of the manifest"], ""
+    return len(manifest.transforms), [], ", ".join(step.step for step in manifest.transforms)
 
 
 def _source_files(root: Path, manifest: Manifest, quick: bool, jobs: int) -> tuple[int, list[str], str]:
