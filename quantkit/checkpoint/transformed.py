@@ -161,6 +161,11 @@ class TransformedSource(Source):
         self.base.close()
 
 
+def transforms_of(source: Source) -> Transforms:
+    """Steps of a source; none when it is no view."""
+    return source.transforms if isinstance(source, TransformedSource) else Transforms()
+
+
 def _unit(effects: list[Effect]) -> int:
     """Channels that must be computed together."""
     return max((effect.unit for effect in effects), default=1)

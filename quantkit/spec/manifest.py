@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from quantkit.errors import InputError
 from quantkit.spec.mesh import Mesh
+from quantkit.spec.transform import Step
 
 SHARDED_NAME = "manifest.json"
 CHECKPOINT_NAME = "quantkit_manifest.json"
@@ -145,6 +146,8 @@ class Manifest(_Strict):
         model_type: of the config.
         recipe: as resolved, a JSON object.
         calibration_digest: sha256 of the calibration artifact, "" without one.
+        transforms: exact changes of the weights before they were rounded or kept, in order. Where they give a tied
+            output head weights of its own, these count as parameters of the source.
         mesh: sizes and policies.
         vocab_size: true vocabulary, before padding.
         tied_embeddings: the output head is the embedding table.
@@ -165,6 +168,7 @@ class Manifest(_Strict):
     model_type: str
     recipe: dict[str, object]
     calibration_digest: str = ""
+    transforms: tuple[Step, ...] = ()
     mesh: Mesh = Mesh()
     vocab_size: int
     tied_embeddings: bool
