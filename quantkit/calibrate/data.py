@@ -144,9 +144,7 @@ def draw_samples(tokenizer: Any, options: Calibration) -> Samples:
     mix = options.mix or default_mix()
     rows = [read_rows(source) for source in mix]
     encoder = _Encoder(tokenizer, options.seq_len)
-    streams = [
-        encoder.stream(table, np.random.default_rng([options.seed, index])) for index, table in enumerate(rows)
-    ]
+    streams = [encoder.stream(table, np.random.default_rng([options.seed, index])) for index, table in enumerate(rows)]
     drawn: list[list[Sample]] = [[] for _ in mix]
     dry: list[int] = []
     while (missing := options.samples - sum(map(len, drawn))) > 0:

@@ -87,7 +87,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     output_SH = output_SH * top_k_weights.reshape(-1)[routing.order].unsqueeze(-1)
     inverse = torch.empty_like(routing.order)
     inverse[routing.order] = torch.arange(len(inverse), device=inverse.device)
-    return output_SH[inverse].unflatten(0, top_k_index.shape).sum(dim=1).to(hidden_states.dtype)
+    output_TH: Tensor = output_SH[inverse].unflatten(0, top_k_index.shape).sum(dim=1)
+    return output_TH.to(hidden_states.dtype)
 
 
 def _project(

@@ -133,7 +133,7 @@ class LayerObserver:
 
     def _stats(self, name: str, like_EK: Tensor) -> InputStats:
         if name not in self.inputs:
-            self.inputs[name] = InputStats.empty(*like_EK.shape, self._kinds, self._device)
+            self.inputs[name] = InputStats.empty(like_EK.shape[0], like_EK.shape[1], self._kinds, self._device)
         return self.inputs[name]
 
     def _same(self, name: str, expert: int, x_TK: Tensor) -> bool:
@@ -184,7 +184,7 @@ class LayerObserver:
         keys = self._projection_keys(module, projection)
         role = self._arch.role(keys[0].role)
         if projection == "in":
-            stats = self._shared_stats(role.input, x).take(routing.token.cpu().numpy())
+            stats = self._shared_stats(role.input, x, self._names[id(module)]).take(routing.token.cpu().numpy())
         else:
             stats = self._measure(x, f"{self._names[id(module)]}.{projection}_proj", routing.token)
         name = self._input_name(role.input, per_expert=True)
@@ -193,14 +193,14 @@ class LayerObserver:
         absmax_EK = self._expert_absmax.pop(projection)
         self._stats(name, absmax_EK).add(absmax_EK, self._batch.kind, stats, routing.expert.cpu().numpy())
 
-    def _shared_stats(self, input_name: str, x_TK: Tensor) -> TokenStats:
+    def _shared_stats(self, input_name: str, x_TK: Tensor, module: str) -> TokenStats:
         """Statistics of the tensor that all experts read; measured here unless a neighbour already did."""
         name = self._input_name(input_name, per_expert=False)
         if self._same(name, 0, x_TK):
             return self._current[name, 0][1]
         if (name, 0) in self._current:
             name = f"{name}.experts_all"
-        return self._add(name, 0, x_TK, "experts")
+        return self._add(name, 0, x_TK, module)
 
     def _projection_keys(self, module: Any, projection: str) -> list[Key]:
         """Keys of a projection's GEMMs, expert None; a gated projection has two."""

@@ -189,7 +189,9 @@ def _check_complete(out: Path) -> None:
     """All four files are there, also when they were written by an earlier run."""
     lost = [name for name in ARTIFACT_NAMES if not (out / name).is_file()]
     if lost:
-        raise UsageError(f"files of the finished calibration {out} were removed", "calibrate into a new folder", items=lost)
+        raise UsageError(
+            f"files of the finished calibration {out} were removed", "calibrate into a new folder", items=lost
+        )
 
 
 class _Run:
@@ -224,9 +226,7 @@ class _Run:
         weights = WeightRecorder(plan.source, plan.gemms)
         prefix = f"{stream.prefix}.{layer}"
         kinds = len(plan.samples.kinds)
-        observer = LayerObserver(
-            plan.source.arch, plan.source.dims, layer, prefix, kinds=kinds, device=plan.device
-        )
+        observer = LayerObserver(plan.source.arch, plan.source.dims, layer, prefix, kinds=kinds, device=plan.device)
         self._store.start(layer)
         with stream.materialized(layer, weights.get if observe else None) as module:
             if observe:

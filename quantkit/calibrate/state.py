@@ -84,5 +84,7 @@ def load_layer(path: Path) -> LayerRecord:
             group, _, field = name.removeprefix(INPUT_PREFIX).rpartition(".")
             fields.setdefault(group, {})[field] = tensor
     gemms = tuple(GemmRecord(**{**row, "shape": tuple(row["shape"])}) for row in json.loads(header.metadata["gemms"]))
-    scales = {name.removeprefix(SCALE_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(SCALE_PREFIX)}
+    scales = {
+        name.removeprefix(SCALE_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(SCALE_PREFIX)
+    }
     return LayerRecord(gemms, {name: InputStats.from_tensors(each) for name, each in fields.items()}, scales)

@@ -49,7 +49,7 @@ class TokenStats:
 
 
 def token_stats(x_TK: Tensor) -> TokenStats:
-    """Row statistics of `x_TK`; groups are of `group_size_for(K)` channels. Non-finite rows give a non-finite absmax."""
+    """Row statistics of `x_TK`, groups of `group_size_for(K)` channels; a non-finite row has a non-finite absmax."""
     k = x_TK.shape[-1]
     group = group_size_for(k)
     rows = max(1, _CHUNK_ELEMENTS // k)
@@ -70,7 +70,8 @@ def _chunk_stats(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def _row_squares(x_TK: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x_TK, dim=-1).square_()
+    norms: Tensor = torch.linalg.vector_norm(x_TK, dim=-1)
+    return norms.square_()
 
 
 def channel_absmax(x: Tensor, dim: int = 0) -> Tensor:
@@ -155,7 +156,9 @@ class InputStats:
         return InputStats(
             self.absmax.amax(0, keepdim=True),
             self.absmax_by_kind,
-            *(value.sum(0, keepdims=True) for value in (self.tokens, self.histogram, self.square)),
+            self.tokens.sum(keepdims=True),
+            self.histogram.sum(0, keepdims=True),
+            self.square.sum(keepdims=True),
             self.token_error.sum(keepdims=True),
             self.group_error.sum(keepdims=True),
         )

@@ -42,7 +42,7 @@ class _Seat:
         self.feed: Tensor | None = None
         self.received: Tensor | None = None
         self.returned: Tensor | None = None
-        layer.forward = self  # type: ignore[assignment]  # an instance attribute shadows the method, on purpose
+        layer.forward = self  # an instance attribute shadows the method, on purpose
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args:

@@ -31,7 +31,9 @@ def render(summary: CalibrationSummary) -> str:
 
 def _context(summary: CalibrationSummary) -> dict[str, Any]:
     gemms = summary.gemms
-    by_outliers = sorted((row for row in gemms if row.outlier_channels), key=lambda row: (-row.outlier_channels, row.name))
+    by_outliers = sorted(
+        (row for row in gemms if row.outlier_channels), key=lambda row: (-row.outlier_channels, row.name)
+    )
     return {
         "layers": len({row.layer for row in gemms}),
         "quantized": sum(row.quantized for row in gemms),

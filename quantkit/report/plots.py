@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "svg.hashsalt": "quantkit",  # ids inside the file depend on its content only
     "svg.fonttype": "none",
     "font.family": "sans-serif",

@@ -1,0 +1,144 @@
+"""What is drawn: shares, seeds, duplicates, formats, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quantkit.calibrate.data import Samples, draw_samples, load_tokenizer
+from quantkit.calibrate.sources import builtin_kinds, parse_spec, read_rows
+from quantkit.errors import InputError, UsageError
+from quantkit.recipe import Calibration, Mix
+
+LONG = "the quick brown fox jumps over the lazy dog and runs away "
+
+
+@pytest.fixture(scope="module")
+def tokenizer(minimax: Path) -> Any:
+    return load_tokenizer(minimax)
+
+
+def draw(tokenizer: Any, *mix: Mix, **options: Any) -> Samples:
+    return draw_samples(tokenizer, Calibration(mix=mix, **{"samples": 24, "seq_len": 40, **options}))
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_shipped_text_all_kinds_alike(tokenizer: Any) -> None:
+    samples = draw(tokenizer)
+    counts = Counter(sample.kind for sample in samples.samples)
+    assert set(counts) == set(builtin_kinds())
+    assert set(counts.values()) == {4}
+    assert max(len(sample.ids) for sample in samples.samples) <= 40
+
+
+def test_weights_decide_the_shares(tokenizer: Any) -> None:
+    mix = [Mix(data="builtin:code", weight=3), Mix(data="builtin:math"), Mix(data="builtin:english_prose", weight=2)]
+    counts = Counter(sample.kind for sample in draw(tokenizer, *mix).samples)
+    assert counts == {"code": 12, "math": 4, "english_prose": 8}
+
+
+def test_seed_decides_the_draw(tokenizer: Any) -> None:
+    assert draw(tokenizer, seed=5).digest == draw(tokenizer, seed=5).digest
+    assert draw(tokenizer, seed=5).digest != draw(tokenizer, seed=6).digest
+
+
+def test_batches_hold_every_sample_once_without_padding(tokenizer: Any) -> None:
+    samples = draw(tokenizer, seq_len=300)
+    batches = samples.batches(batch_tokens=600)
+    assert sorted(index for batch in batches for index in batch.samples) == list(range(24))
+    for batch in batches:
+        assert batch.ids.numel() <= 600 or len(batch.samples) == 1
+        for row, index in enumerate(batch.samples):
+            assert batch.ids[row].equal(samples.samples[index].ids)
+            assert samples.kinds[batch.kind] == samples.samples[index].kind
+            assert batch.describe(row * batch.ids.shape[1]).startswith(f"sample {index} (")
+
+
+def test_duplicates_are_drawn_once_and_a_dry_source_passes_its_share_on(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"text": f"{LONG}{number % 3}"} for number in range(50)]
+    path = write_jsonl(tmp_path / "few.jsonl", rows)
+    samples = draw(tokenizer, Mix(data=str(path)), Mix(data="builtin:code"), Mix(data="builtin:math"))
+    assert Counter(sample.kind for sample in samples.samples)["few"] == 3
+    assert len(samples.samples) == 24
+    assert any(str(path) in warning for warning in samples.warnings)
+    alone = draw(tokenizer, Mix(data=str(path)), min_sources=1)
+    assert len(alone.samples) == 3
+    assert alone.warnings == ("24 samples were asked for, the sources hold 3",)
+
+
+def test_dialogues_go_through_the_chat_template(tokenizer: Any, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": LONG}, {"role": "assistant", "content": LONG}]
+    path = write_jsonl(tmp_path / "chat.jsonl", [{"messages": messages, "kind": "chat"}])
+    (sample,) = draw(tokenizer, Mix(data=str(path)), min_sources=1, samples=1, seq_len=200).samples
+    wanted = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert sample.ids.tolist() == tokenizer(wanted, add_special_tokens=False)["input_ids"]
+    assert sample.kind == "chat"
+
+
+def test_local_formats(tmp_path: Path) -> None:
+    import datasets
+
+    table = datasets.Dataset.from_dict({"text": [LONG, "b"], "kind": ["x", "y"]})
+    table.to_parquet(tmp_path / "t.parquet")
+    (tmp_path / "t.json").write_text(json.dumps([{"text": LONG, "kind": "x"}, {"text": "b", "kind": "y"}]))
+    (tmp_path / "t.txt").write_text(f"{LONG}\n\nb\n")
+    for name, kinds in (("t.parquet", ["x", "y"]), ("t.json", ["x", "y"]), ("t.txt", ["t", "t"])):
+        rows = read_rows(Mix(data=str(tmp_path / name)))
+        assert [row.text.strip() for row in rows] == [LONG.strip(), "b"]
+        assert [row.kind for row in rows] == kinds
+
+
+def test_code_alone_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(UsageError, match=r"1 kind \(code\)") as caught:
+        draw(tokenizer, Mix(data="builtin:code"))
+    assert "--force-sources" in caught.value.hint
+    assert draw(tokenizer, Mix(data="builtin:code"), min_sources=1).kinds == ("code",)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("builtin:poems", "no shipped text of kind 'poems'"),
+        ("missing/text.jsonl", "does not exist"),
+        ("FOLDER", "is a folder"),
+        ("FOLDER/odd.xyz", "unknown suffix"),
+    ],
+)
+def test_unknown_sources_are_refused(data: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.xyz").write_text("a")
+    with pytest.raises(UsageError, match=message):
+        read_rows(Mix(data=data.replace("FOLDER", str(tmp_path))))
+
+
+def test_unreadable_and_shapeless_files_are_refused(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "a"}\n{"text": \n')
+    with pytest.raises(InputError, match=r"broken\.jsonl cannot be read as json"):
+        read_rows(Mix(data=str(broken)))
+    with pytest.raises(InputError, match="neither `text`") as caught:
+        read_rows(Mix(data=str(write_jsonl(tmp_path / "columns.jsonl", [{"body": "a"}]))))
+    assert "body" in caught.value.choices
+
+
+def test_specs() -> None:
+    assert parse_spec("builtin:code") == Mix(data="builtin:code")
+    assert parse_spec("a=b.jsonl=2.5") == Mix(data="a=b.jsonl", weight=2.5)
+    for wrong in ("x=much", "x=0", "x=-1", "x=nan"):
+        with pytest.raises(UsageError, match="not a positive weight"):
+            parse_spec(wrong)
+
+
+def test_hashes_are_of_little_endian_int32(tokenizer: Any) -> None:
+    import hashlib
+
+    sample = draw(tokenizer).samples[0]
+    assert sample.record.sha256 == hashlib.sha256(np.array(sample.ids.tolist(), "<i4").tobytes()).hexdigest()
