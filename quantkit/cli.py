@@ -12,6 +12,7 @@ COMMANDS = {
     "calibrate": "quantkit.commands.calibrate",
     "convert": "quantkit.commands.convert",
     "inspect": "quantkit.commands.inspect",
+    "merge": "quantkit.commands.merge",
     "verify": "quantkit.commands.verify",
 }
 """Command -> module whose `command` implements it."""

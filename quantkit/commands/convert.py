@@ -27,7 +27,7 @@ Killed or out of space: run the same command again, finished files are kept.
 """
 
 
-@click.command(epilog=_EPILOG)
+@click.command("convert", epilog=_EPILOG)
 @click.argument("model", type=_FOLDER)
 @click.option("-o", "--out", type=_FOLDER, required=True, help="New or empty folder, outside MODEL.")
 @click.option("--recipe", default="w8a8", show_default=True, help="Shipped name or YAML file.")

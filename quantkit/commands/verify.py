@@ -22,7 +22,7 @@ Examples:
 _SHOWN = 20
 
 
-@click.command(epilog=_EPILOG)
+@click.command("verify", epilog=_EPILOG)
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--source", type=click.Path(path_type=Path), help="The model that it was converted from.")
 @click.option("--quick", is_flag=True, help="Names, sizes and headers only; no data is read.")

@@ -1,7 +1,7 @@
 """Written tensors against the source, element by element.
 
-Kept tensors must equal the source bit for bit. INT8 weights, dequantized, must lie within half a step of it, and without
-a calibration each scale must be that of its row's largest magnitude. INT8 sources must be passed on unchanged.
+Kept tensors must equal the source bit for bit. INT8 weights, dequantized, must lie within half a step of it, and
+without a calibration each scale must be that of its row's largest magnitude. INT8 sources must be passed on unchanged.
 
 The bound is exact: q rounds the float32 quotient fl(w / s) to nearest, and fl is off by at most 2^-24 of its value, so
 |w / s - q| <= 1/2 + 2^-24 |w / s|, which is checked in float64. Shape suffixes: N rows, K columns.

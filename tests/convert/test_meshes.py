@@ -9,10 +9,12 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from quantkit.cli import main
 from quantkit.convert.merge import merge
 from quantkit.convert.run import convert
 from quantkit.convert.verify import verify
@@ -88,6 +90,18 @@ def test_redundant_experts_by_map(minimax: Path, tmp_path: Path, w8a8: Recipe) -
     merge(tmp_path / "out", tmp_path / "merged", jobs=1)
     convert(minimax, tmp_path / "whole", w8a8, jobs=1)
     assert filecmp.cmp(tmp_path / "whole/model.safetensors", tmp_path / "merged/model.safetensors", shallow=False)
+
+
+def test_merge_command(minimax: Path, tmp_path: Path, w8a8: Recipe) -> None:
+    convert(minimax, tmp_path / "shards", w8a8, form="sharded", mesh=Mesh(tp=2), jobs=1)
+    convert(minimax, tmp_path / "whole", w8a8, jobs=1)
+    result = CliRunner().invoke(main, ["merge", str(tmp_path / "shards"), "-o", str(tmp_path / "merged"), "--json"])
+    assert result.exit_code == 0, result.output
+    assert filecmp.cmp(tmp_path / "whole/model.safetensors", tmp_path / "merged/model.safetensors", shallow=False)
+    report = verify(tmp_path / "merged", source=minimax)
+    assert report.passed, report.failures
+    wrong = CliRunner().invoke(main, ["merge", str(tmp_path / "whole"), "-o", str(tmp_path / "again")])
+    assert wrong.exit_code == 3
 
 
 def test_other_files_same_shards(minimax: Path, tmp_path: Path, w8a8: Recipe) -> None:
