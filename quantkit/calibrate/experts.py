@@ -82,7 +82,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if observer is not None:
         observer.expert_inputs(self, "in", hidden_states, routing)
         observer.expert_inputs(self, "down", activated, routing)
-    if self.has_post_expert_norm:
+    if getattr(self, "has_post_expert_norm", False):  # unknown to transformers before 5.20
         output_SH = self.post_expert_norm(output_SH)
     output_SH = output_SH * top_k_weights.reshape(-1)[routing.order].unsqueeze(-1)
     inverse = torch.empty_like(routing.order)
