@@ -17,7 +17,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -31,14 +31,16 @@ from quantkit.errors import UsageError
 MODEL = ROOT / "tests" / "models" / "tiny-minimax-m2"
 TEXTS = ROOT / "tests" / "models" / "texts"
 KINDS = ("code", "math", "english", "chinese")
-SAMPLES = 128
+LENGTH = 512
 PROMPT = "The sea"
 
 
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), default=Path("demo_output"), show_default=True)
 @click.option("--model", type=click.Path(path_type=Path), default=MODEL, help="Any small checkpoint with a tokenizer.")
-def command(output: Path, model: Path) -> None:
+@click.option("--samples", type=click.IntRange(1), default=128, show_default=True, help="Of calibration text.")
+@click.option("--windows", type=click.IntRange(1), default=1000, help="Most windows of each kind; default: all.")
+def command(output: Path, model: Path, samples: int, windows: int) -> None:
     """Run the main job on a small model and show what it cost and what it kept."""
     start = time.monotonic()
     model, output = _short(model), _short(output)
@@ -50,7 +52,7 @@ def command(output: Path, model: Path) -> None:
     quantkit.run("What is it?", "inspect", str(model))
     quantkit.run(
         "Calibrate on the shipped mixed text",
-        *("calibrate", str(model), "-o", str(calibration), "--samples", str(SAMPLES)),
+        *("calibrate", str(model), "-o", str(calibration), "--samples", str(samples)),
         makes=calibration / "calibration.json",
     )
     quantkit.run(
@@ -70,7 +72,7 @@ def command(output: Path, model: Path) -> None:
         json.loads(smoke.run(title, str(folder), *prompt, capture=True))
         for title, folder in (("Load, run and generate", checkpoint), ("", shards))
     ]
-    _show(model, output, reports, _perplexities(model, checkpoint), time.monotonic() - start)
+    _show(model, output, reports, _perplexities(model, checkpoint, windows), time.monotonic() - start)
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,8 @@ def _short(path: Path) -> Path:
     return resolved.relative_to(here) if resolved.is_relative_to(here) and resolved != here else resolved
 
 
-@dataclass(frozen=True)
-class Row:
-    """Perplexity of one kind of text before and after, and the standard error of the change (both in percent)."""
+class Row(NamedTuple):
+    """Perplexity of one kind of text before and after; the change and its standard error in percent."""
 
     kind: str
     before: float
@@ -119,7 +120,7 @@ class Row:
     error: float
 
 
-def _perplexities(model: Path, converted: Path) -> list[Row]:
+def _perplexities(model: Path, converted: Path, most: int) -> list[Row]:
     """Perplexity of the source in transformers and of the converted model in our runtime, on the same windows."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -129,38 +130,24 @@ def _perplexities(model: Path, converted: Path) -> list[Row]:
     from quantkit_runtime import device as devices
     from quantkit_runtime.generate import load_tokenizer
     from quantkit_runtime.graft import load_model
-    from quantkit_runtime.perplexity import windows
+    from quantkit_runtime.perplexity import change, from_losses, window_losses, windows
 
-    console().rule("Perplexity of held-out text, float32, windows of 512", align="left")
+    console().rule(f"Perplexity of held-out text, float32, windows of {LENGTH}", align="left")
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     tokenizer = load_tokenizer(model)
-    held_out = {kind: windows(tokenizer, _texts(kind)) for kind in KINDS}
-    source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    int8 = load_model(converted, devices.resolve("cpu"), torch.float32).model
+    held_out = {kind: windows(tokenizer, _texts(kind), LENGTH)[:most] for kind in KINDS}
+    models = (
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(),
+        load_model(converted, devices.resolve("cpu"), torch.float32).model,
+    )
     rows = []
     with Progress("perplexity", 2 * sum(len(part) for part in held_out.values()), "windows") as progress:
         for kind, tokens in held_out.items():
-            before, after = _losses(source, tokens, progress), _losses(int8, tokens, progress)
-            change = after - before
-            ratio = float(change.mean().exp())
-            error = float(change.std()) / len(change) ** 0.5 if len(change) > 1 else 0.0
-            means = (float(before.mean().exp()), float(after.mean().exp()))
-            rows.append(Row(kind, *means, 100 * (ratio - 1), 100 * ratio * error))
+            losses = [window_losses(part, tokens, advance=progress.advance) for part in models]
+            values = (from_losses(loss, tokens.shape[1]).value for loss in losses)
+            rows.append(Row(kind, *values, *change(*losses)))
     return rows
-
-
-def _losses(model: Any, tokens: Any, progress: Any) -> Any:
-    """Mean negative log-likelihood of each window, float64 `[W]`."""
-    import torch
-
-    from quantkit_runtime.perplexity import perplexity
-
-    means = []
-    for window in tokens.split(1):
-        means.append(perplexity(model, window).value)
-        progress.advance(1)
-    return torch.tensor(means, dtype=torch.float64).log()
 
 
 def _texts(kind: str) -> list[str]:

@@ -11,7 +11,7 @@ standard error is exp(mean) times the standard error of the mean over windows (d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,17 @@ def perplexity(model: nn.Module, token_windows: Tensor, batch: int = 1) -> Perpl
     Raises:
         InputError: the loss is not finite.
     """
+    return from_losses(window_losses(model, token_windows, batch), token_windows.shape[1])
+
+
+def window_losses(
+    model: nn.Module, token_windows: Tensor, batch: int = 1, advance: Callable[[int], None] = lambda windows: None
+) -> Tensor:
+    """Mean negative log-likelihood of each window, float64 `[W]`, from windows int64 `[W, L]`.
+
+    Args:
+        advance: called with the number of windows that were done, for a progress bar.
+    """
     device = next(model.parameters()).device
     means = []
     with torch.no_grad():
@@ -61,10 +72,31 @@ def perplexity(model: nn.Module, token_windows: Tensor, batch: int = 1) -> Perpl
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
             losses = functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
             means.append(losses.view(ids.shape[0], -1).double().mean(dim=1).cpu())
-    per_window = torch.cat(means)
-    mean = float(per_window.mean())
+            advance(len(part))
+    return torch.cat(means)
+
+
+def from_losses(losses: Tensor, length: int) -> Perplexity:
+    """Perplexity of windows of `length` tokens from their mean losses `[W]`.
+
+    Raises:
+        InputError: a loss is not finite.
+    """
+    mean, count = float(losses.mean()), len(losses)
     if not math.isfinite(mean):
         raise InputError("the loss is not finite", "load the model with --dtype float32 and compare")
-    count = len(per_window)
-    error = float(per_window.std()) / math.sqrt(count) if count > 1 else 0.0
-    return Perplexity(math.exp(mean), math.exp(mean) * error, count * (token_windows.shape[1] - 1))
+    return Perplexity(math.exp(mean), math.exp(mean) * _standard_error(losses), count * (length - 1))
+
+
+def change(before: Tensor, after: Tensor) -> tuple[float, float]:
+    """Relative change of the perplexity in percent and its standard error, from losses `[W]` of the same windows.
+
+    Windows differ far more from each other than a window does from itself before and after, so the error is that of
+    the paired differences.
+    """
+    ratio = math.exp(float((after - before).mean()))
+    return 100 * (ratio - 1), 100 * ratio * _standard_error(after - before)
+
+
+def _standard_error(values: Tensor) -> float:
+    return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0

@@ -1,0 +1,50 @@
+"""SmolLM2 without calibration: transformers and compressed-tensors load our checkpoint as it is, and it stays good.
+
+The full figures come from tests/bench/part1.py; here each kind of text gets two windows, so the bound is the project's
+plus three standard errors of so few windows (from the spread of all of them).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit_runtime import device as devices
+from quantkit_runtime.graft import load_model
+from quantkit_runtime.perplexity import change, window_losses
+from tests.acceptance.conftest import MODELS, cli, succeeded
+from tests.bench.part1 import BOUNDS, held_out, in_transformers
+
+SMOLLM2 = MODELS / "smollm2-135m"
+WINDOWS = 2
+SPREAD = 1.5
+"""Percent: standard deviation over windows of the change by W8A8 (0.95 to 1.4 by kind)."""
+
+
+@pytest.fixture(scope="module")
+def int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    assert (SMOLLM2 / "config.json").is_file(), "run `make smollm2` first"
+    out = tmp_path_factory.mktemp("smollm2") / "int8"
+    succeeded(cli("convert", SMOLLM2, "-o", out, "--recipe", "w8a8-rotate"))
+    return out
+
+
+def test_perplexity_and_integers(int8: Path) -> None:
+    source, quantized = in_transformers(SMOLLM2), in_transformers(int8)
+    linears = {name: part for name, part in quantized.named_modules() if isinstance(part, torch.nn.Linear)}
+    stored = {name for name, part in linears.items() if part.weight.dtype == torch.int8}
+    assert stored == {name for name in linears if name != "lm_head"}
+    for kind, tokens in held_out(SMOLLM2, WINDOWS).items():
+        percent, _ = change(window_losses(source, tokens), window_losses(quantized, tokens))
+        assert percent < BOUNDS[kind] + 3 * SPREAD / WINDOWS**0.5, kind
+
+
+def test_our_runtime_agrees_with_transformers(int8: Path) -> None:
+    """Both round activations to 8 bits, with slightly different scales (absmax / 127 and absmax / 127.5)."""
+    tokens = held_out(SMOLLM2, 1)["english"][:, :64]
+    ours = load_model(int8, devices.resolve("cpu"), torch.float32).model
+    with torch.no_grad():
+        got, want = ours(input_ids=tokens).logits, in_transformers(int8)(input_ids=tokens).logits
+    assert float((got - want).norm() / want.norm()) < 0.05
