@@ -56,8 +56,9 @@ class ActivationStore:
             self._source = (self.path(boundary).open("rb"), read_header(self.path(boundary)))
 
     def get(self, batch: int) -> Tensor:
+        """Hidden states of a batch, once: what is in memory is let go."""
         if self._source is None:
-            return self._current[batch]
+            return self._current.pop(batch)
         file, header = self._source
         return read_tensor(file.fileno(), header.tensors[str(batch)], path=header.path).to(self._device)
 

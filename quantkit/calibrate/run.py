@@ -23,6 +23,7 @@ from quantkit.calibrate import experts
 from quantkit.calibrate.activations import MEMORY_BUDGET, ActivationStore
 from quantkit.calibrate.artifact import write_artifact
 from quantkit.calibrate.data import Batch, Samples, draw_samples, load_tokenizer
+from quantkit.calibrate.methods import view_of
 from quantkit.calibrate.observe import LayerObserver, missing_gemms
 from quantkit.calibrate.state import GemmRecord, LayerRecord, finished_layers, gemm_name, layer_path, save_layer
 from quantkit.calibrate.stream import LayerStream
@@ -99,7 +100,7 @@ class Plan:
             "batches": len(self.batches),
             "compute": self.options["compute"],
             "read_bytes": sum(entry.nbytes for entry in self.source.entries.values()),
-            "memory_bytes": outside + 2 * layer + (0 if self.spools else 2 * self.hidden_bytes),
+            "memory_bytes": outside + 2 * layer + (0 if self.spools else self.hidden_bytes),
             "spool_bytes": 2 * self.hidden_bytes if self.spools else 0,
             "warnings": list(self.samples.warnings),
         }
@@ -127,8 +128,9 @@ def make_plan(root: Path, recipe: Recipe, *, device: str = "auto", memory_budget
         InputError: the source or a text cannot be used.
         UsageError: the recipe or the device cannot.
     """
-    source = Source(root, extra_roles=recipe.roles)
-    source.require_classified()
+    stored = Source(root, extra_roles=recipe.roles)
+    stored.require_classified()
+    source = view_of(stored, recipe.methods, without_drafts=recipe.mtp == "drop")
     load_config(root)
     gemms = expected_gemms(source, recipe)
     place, dtype = _device(device)
