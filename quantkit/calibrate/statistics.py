@@ -5,8 +5,8 @@ C kinds of text.
 
 Errors and sums of squares are computed per row in float32 and added in float64, one row after the other in the order
 of the samples, so a sum does not depend on how many threads computed it. The activations themselves may: BLAS and
-attention split their sums by thread on large batches, so artifacts are byte-identical for an equal number of threads,
-and equal to about 1e-6 for others. Weight scales never depend on it.
+attention may split their sums by thread on large batches. Artifacts are byte-identical for an equal number of threads
+and may differ in the last digits of a float32 for others; weight scales never depend on it.
 """
 
 from __future__ import annotations
