@@ -1,4 +1,4 @@
-"""What is kept about the input of a GEMM: small, mergeable, and the same whatever the number of threads.
+"""What is kept about the input of a GEMM: small, mergeable, summed in a fixed order.
 
 Shape suffixes: T tokens (rows), K input channels, E experts (1 for an input that is not per expert), B histogram bins,
 C kinds of text.
