@@ -61,6 +61,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     entering = "gate_up_proj" if self.has_gate else "up_proj"
     if not any(isinstance(getattr(self, name), Int8Experts) for name in (entering, "down_proj")):
         return _transformers_forward(self, hidden_states, top_k_index, top_k_weights)
+    has_norm = getattr(self, "has_post_expert_norm", False)  # not in older versions of transformers
     tokens, k = top_k_index.shape
     out = hidden_states.new_zeros((tokens * k, hidden_states.shape[-1]))
     flat = top_k_index.reshape(-1)
@@ -71,7 +72,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         inner = _project(self, entering, hidden_states[slots // k], expert)
         inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
         result = _project(self, "down_proj", inner, expert)
-        out[slots] = self.post_expert_norm(result) if self.has_post_expert_norm else result
+        out[slots] = self.post_expert_norm(result) if has_norm else result
     weighted = out.view(tokens, k, -1) * top_k_weights.unsqueeze(-1)
     return weighted.sum(dim=1).to(hidden_states.dtype)
 

@@ -17,7 +17,6 @@ from quantkit.errors import InputError, UsageError
 from quantkit_runtime.generate import greedy, load_tokenizer, stop_tokens
 from quantkit_runtime.graft import LoadedModel
 from quantkit_runtime.perplexity import perplexity, windows
-from tests.families import FAMILY_NAMES, make_tiny
 from tests.reference import transformers_model
 from tests.runtime import outputs
 from tests.runtime.conftest import TINY
@@ -65,15 +64,6 @@ def test_an_empty_prompt_and_nan_logits_are_errors() -> None:
 def test_a_folder_without_tokenizer_says_so(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="tokenizer"):
         load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_planned_kv_cache_is_the_measured_one(tmp_path: Path, load: Callable[..., LoadedModel], family: str) -> None:
-    folder = make_tiny(family, tmp_path / "model")
-    loaded = load(folder, cache_tokens=12)
-    got = greedy(loaded.model, torch.randint(3, 100, (1, 8), generator=torch.Generator().manual_seed(0)), 5)
-    assert got.cache_tokens == 12
-    assert got.cache_bytes == loaded.memory.kv_cache
 
 
 # --------------------------------------------------------------------------------------------- perplexity

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import torch
 from quantkit_runtime.generate import greedy, load_tokenizer
 from quantkit_runtime.graft import LoadedModel
 from quantkit_runtime.layers import Int8Experts, Int8Linear
-from tests.families import FAMILIES, FAMILY_NAMES, VOCAB, make_tiny
 from tests.reference import fake_quantized, transformers_model
 from tests.runtime import outputs
 from tests.runtime.conftest import TINY
@@ -113,43 +110,3 @@ def test_fused_shards_are_cut_without_copies(converted: Converted, load: Load) -
     attention = loaded.model.get_submodule("model.layers.2.self_attn")
     pointers = {getattr(attention, f"{part}_proj").weight.untyped_storage().data_ptr() for part in "qkv"}
     assert len(pointers) == 1
-
-
-def _quantized_by_role(folder: Path) -> Callable[[str], bool]:
-    arch = outputs.architecture(folder)
-
-    def quantized(name: str) -> bool:
-        key = arch.parse(name)
-        return key is not None and arch.role(key.role).quantize
-
-    return quantized
-
-
-def known_to_transformers(folder: Path, family: str) -> Path:
-    """The same checkpoint under the model type that transformers converts names for, where it has another one."""
-    if not FAMILIES[family].retype:
-        return folder
-    copy = folder.with_name("retyped")
-    shutil.copytree(folder, copy)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "model_type": FAMILIES[family].model_type}))
-    return copy
-
-
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_every_family_runs_in_int8(tmp_path: Path, load: Load, family: str) -> None:
-    """Both forms of each family's tiny model: logits as the reference, every INT8 weight run, nothing left over."""
-    source = make_tiny(family, tmp_path / "source")
-    reference = fake_quantized(known_to_transformers(source, family), quantized=_quantized_by_role(source))
-    ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(7))
-    with torch.no_grad():
-        want = reference(input_ids=ids).logits
-    for form, write in (("checkpoint", outputs.write_checkpoint), ("sharded", outputs.write_sharded)):
-        loaded = load(write(source, tmp_path / form))
-        with torch.no_grad(), loaded.trace():
-            got = loaded.model(input_ids=ids).logits
-        assert relative(got, want) < 1e-5, form
-        verdict = loaded.account.verdict()
-        assert verdict.expected > 0
-        assert not verdict.fallbacks
-        assert set(verdict.missing) <= loaded.account.routed
