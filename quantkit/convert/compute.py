@@ -67,7 +67,7 @@ class Producer:
 
     def __init__(self, source: Source, scales: CalibratedScales | None = None) -> None:
         self._source, self._calibrated = source, scales
-        self._scales: dict[str, list[Tensor]] = {}
+        self._scales: dict[str, Tensor] = {}
 
     def produce(self, tensor: PlannedTensor) -> Iterator[Tensor]:
         """Contiguous parts of `tensor` in row order, in its dtype.
@@ -76,9 +76,11 @@ class Producer:
             InputError: a read error, or weights that are not finite (named).
         """
         if tensor.how is How.SCALE and tensor.name in self._scales:
-            yield from self._scales.pop(tensor.name)
+            yield self._scales.pop(tensor.name)
             return
-        kept = self._scales.setdefault(tensor.scale, []) if tensor.how is How.INT8 else []
+        # one block for all scales: many small ones between large temporaries keep the heap from shrinking
+        rows = math.prod(tensor.shape[:-1]) if tensor.how is How.INT8 else 0
+        kept, position = torch.empty(rows, 1), 0
         for piece in tensor.pieces:
             if isinstance(piece, Zeros):
                 yield _zeros(tensor, piece)
@@ -86,8 +88,14 @@ class Producer:
                 yield from self._copied(tensor, piece)
             else:
                 for q_NK, scale_N1 in self._int8(piece):
-                    kept.append(scale_N1)
-                    yield scale_N1 if tensor.how is How.SCALE else _window(q_NK, tensor)
+                    if tensor.how is How.SCALE:
+                        yield scale_N1
+                        continue
+                    kept[position : position + len(scale_N1)] = scale_N1
+                    position += len(scale_N1)
+                    yield _window(q_NK, tensor)
+        if tensor.how is How.INT8:
+            self._scales[tensor.scale] = kept
 
     def _copied(self, tensor: PlannedTensor, piece: Location) -> Iterator[Tensor]:
         entry = self._source.entries[piece.key]
