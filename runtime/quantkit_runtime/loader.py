@@ -34,9 +34,7 @@ def open_model(root: Path, *, rank: int = 0, verify: bool = True) -> ModelFiles:
         UnsupportedDtype: a layout or activation scheme that this runtime has no kernel for.
         UsageError: the manifest was made for a mesh of more than one rank.
     """
-    if not root.is_dir():
-        what = "is a file, not a folder" if root.exists() else "does not exist"
-        raise InputError(f"{root} {what}", "give the folder that `quantkit convert` wrote")
+    require_folder(root)
     config = read_json(root / "config.json")
     path = manifest_path(root)
     if path is None and (root / WORK_FOLDER).is_dir():
@@ -48,6 +46,13 @@ def open_model(root: Path, *, rank: int = 0, verify: bool = True) -> ModelFiles:
     _check_files(root, manifest, ranks)
     tensors, aliases = _from_manifest(root, manifest, architecture_for(config), ranks)
     return ModelFiles(root, manifest.form, config, tensors, aliases, verify=verify)
+
+
+def require_folder(root: Path) -> None:
+    """Raise an InputError unless `root` is a folder."""
+    if not root.is_dir():
+        what = "is a file, not a folder" if root.exists() else "does not exist"
+        raise InputError(f"{root} {what}", "give the folder that `quantkit convert` wrote")
 
 
 def _rank_files(manifest: Manifest, rank: int) -> frozenset[str]:

@@ -17,7 +17,8 @@ from quantkit_runtime.account import GemmRow, Verdict
 from quantkit_runtime.generate import Generated, greedy, load_tokenizer, stop_tokens
 from quantkit_runtime.graft import LoadedModel, load_model
 from quantkit_runtime.layers import Int8Experts
-from quantkit_runtime.memory import MemoryPlan
+from quantkit_runtime.loader import require_folder
+from quantkit_runtime.memory import MemoryPlan, out_of_memory_as_error
 
 SELF_TEST_TOKENS = 3
 
@@ -75,6 +76,7 @@ def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, o
         on_plan: sees the memory plan before anything is read.
         on_loaded: sees the loaded model before it runs.
     """
+    require_folder(options.root)
     device = devices.resolve(options.device)
     dtype = devices.compute_dtype(options.dtype, device)
     tokenizer = load_tokenizer(options.root)
@@ -92,10 +94,10 @@ def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, o
     if on_loaded is not None:
         on_loaded(loaded)
     ids = ids.to(device.torch)
-    with torch.no_grad(), loaded.trace():
+    with torch.no_grad(), out_of_memory_as_error(loaded.memory), loaded.trace():
         logits = loaded.model(input_ids=ids, use_cache=False).logits
         generated = greedy(loaded.model, ids, options.max_new_tokens, stop_tokens(options.root))
-    test_unrouted(loaded)
+    self_test(loaded)
     return Result(
         loaded=loaded,
         logits_shape=tuple(logits.shape),
@@ -110,7 +112,7 @@ def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, o
     )
 
 
-def test_unrouted(loaded: LoadedModel) -> None:
+def self_test(loaded: LoadedModel) -> None:
     """Run each expert that no token reached once, and hold the result against float64.
 
     Raises:
@@ -141,9 +143,6 @@ def _compare(module: Int8Experts, x: Tensor, expert: int, name: str) -> None:
             f"{name}: the INT8 kernel is off by {error:.3g}, allowed {limit:.3g}",
             "report the card, its driver and this shape; another kernel can be put first in kernels/registry.py",
         )
-
-
-test_unrouted.__test__ = False  # type: ignore[attr-defined]
 
 
 def require(result: Result) -> None:

@@ -120,6 +120,23 @@ def test_damaged_files_exit_with_3(converted: Converted, tmp_path: Path) -> None
     assert "Traceback" not in out + err
 
 
+def test_a_wrong_path_exits_with_3(tmp_path: Path) -> None:
+    code, _, err = run_cli(tmp_path / "nothing")
+    assert code == 3
+    assert "does not exist" in err
+
+
+def test_out_of_memory_in_the_forward_shows_the_plan(converted: Converted, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Int8Linear, x: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("HIP out of memory")
+
+    monkeypatch.setattr(Int8Linear, "forward", fail)
+    code, _, err = run_cli(converted(TINY[0]))
+    assert code == 3
+    assert "an allocation failed" in err
+    assert "KV cache" in err
+
+
 def test_help_has_an_example() -> None:
     assert "Example:" in CliRunner().invoke(main, ["smoke-load", "--help"]).output
 
@@ -195,7 +212,7 @@ def test_experts_in_floating_point_fail_the_run(converted: Converted, load: Call
     module.down_proj = nn.Parameter(stored.weight.float() * stored.weight_scale)
     with torch.no_grad(), loaded.trace():
         loaded.model(input_ids=torch.arange(3, 60)[None])
-    smoke.test_unrouted(loaded)
+    smoke.self_test(loaded)
     verdict = loaded.account.verdict()
     assert verdict.fallbacks
     assert {name.rsplit(".", 1)[0] for name in verdict.fallbacks} == {"layers.3.expert.down"}
@@ -211,7 +228,7 @@ def test_experts_without_tokens_are_told_apart(converted: Converted, load: Calla
     # one token reaches 2 of 16 experts in each of 6 layers
     assert len(before.missing) == 6 * 14 * 3
     assert set(before.missing) <= loaded.account.routed
-    smoke.test_unrouted(loaded)
+    smoke.self_test(loaded)
     after = loaded.account.verdict()
     assert (after.forward, after.self_tested, after.missing) == (before.forward, 6 * 14 * 3, ())
     assert after.passed
@@ -219,7 +236,7 @@ def test_experts_without_tokens_are_told_apart(converted: Converted, load: Calla
 
 def test_a_dense_layer_that_never_ran_is_missing(converted: Converted, load: Callable[..., LoadedModel]) -> None:
     loaded = load(converted(TINY[0]))
-    smoke.test_unrouted(loaded)
+    smoke.self_test(loaded)
     verdict = loaded.account.verdict()
     assert set(verdict.missing) == loaded.account.expected - loaded.account.routed
     assert not verdict.passed
@@ -232,4 +249,4 @@ def test_a_wrong_kernel_fails_the_self_test(converted: Converted, load: Callable
     wrong = type(kernel)(kernel.name, lambda *arguments: kernel.run(*arguments) * 1.01)
     module._kernel = wrong  # type: ignore[assignment]
     with pytest.raises(VerificationError, match=r"layers.1.mlp.experts.down_proj, expert 0"):
-        smoke.test_unrouted(loaded)
+        smoke.self_test(loaded)
