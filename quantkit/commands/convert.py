@@ -58,6 +58,12 @@ Killed or out of space: run the same command again, finished files are kept.
 @click.option(
     "--expert-map", type=_FOLDER, help="JSON file: a list of experts for each ep rank; instead of --ep-policy."
 )
+@click.option(
+    "--layout",
+    default="plain",
+    show_default=True,
+    help="Order of the INT8 weights of a shard: plain, aiter_16x16 (gfx9xx) or marlin_k64 (DCU).",
+)
 @click.option("--jobs", type=click.IntRange(1), help="Processes; default: the cores, at most 8.")
 @click.option("--max-shard-size", default="2GiB", show_default=True, help="Bound on a weight file: bytes, MB, MiB, ...")
 @click.option("--ignore-index", is_flag=True, help="Trust the files' headers instead of a stale index.")
@@ -69,6 +75,7 @@ def command(
     recipe: str,
     calibration: Path | None,
     form: Any,
+    layout: str,
     jobs: int | None,
     max_shard_size: str,
     ignore_index: bool,
@@ -90,6 +97,7 @@ def command(
         mesh=_mesh(**mesh_options),
         max_shard_bytes=_bytes(max_shard_size),
         ignore_index=ignore_index,
+        layout=layout,
     )
     for warning in prepared.plan.warnings:
         click.echo(f"warning: {warning}", err=True)

@@ -24,10 +24,11 @@ from quantkit.archs.assemble import Location, cut, locate
 from quantkit.arithmetic import QMAX, channel_scales
 from quantkit.checkpoint.reader import Entry, OpenFiles, Source
 from quantkit.convert.boxes import Box, boxes, data_rows, is_stacked
+from quantkit.convert.packing import plain_shape, stored_rows
 from quantkit.convert.units import Piece, Zeros
 from quantkit.errors import InputError, QuantkitError
 from quantkit.spec.manifest import Manifest, TensorRecord
-from quantkit.spec.tensorfile import TensorInfo, tensor_nbytes, torch_dtype
+from quantkit.spec.tensorfile import tensor_nbytes, torch_dtype
 
 _ELEMENTS = 1 << 20
 """Values compared at once."""
@@ -164,7 +165,7 @@ def _compare_raw(files: OpenFiles, source: Source, record: TensorRecord, entry: 
     tally = _Tally(_KEPT, math.prod(record.shape))
     rows = record.shape[0] if record.shape else 1
     for start, stop in _steps(0, rows, record.nbytes // max(rows, 1) // tensor_nbytes(record.dtype, (1,))):
-        ours = _read(files, record, None, start, stop)
+        ours = stored_rows(files, record, None, start, stop)
         theirs = source.fetch(entry.key, (start, stop) if record.shape else None).reshape(stop - start, -1)
         if not _same(ours, theirs.to(torch_dtype(record.dtype))):
             tally.failures.append(f"{record.file}: {record.name}: differs from the source in rows {start} to {stop}")
@@ -177,7 +178,7 @@ def _compare_kept(
 ) -> None:
     for first, theirs in _source_rows(source, piece):
         at = row + first - piece.start
-        ours = _read(files, record, box.slot, at, at + len(theirs))
+        ours = stored_rows(files, record, box.slot, at, at + len(theirs))
         wanted = theirs.reshape(len(theirs), -1)[:, box.left : box.right].to(torch_dtype(record.dtype))
         tally.count += ours.numel()
         if not _same(ours, wanted):
@@ -200,8 +201,8 @@ def _compare_int8(
     where = f"{record.file}: {record.name}{_of(box)}"
     for first, w_NK in _source_rows(source, piece):
         at = row + first - piece.start
-        q_NK = _read(files, record, box.slot, at, at + len(w_NK))
-        s_N1 = _read(files, scale, box.slot, at, at + len(w_NK))
+        q_NK = stored_rows(files, record, box.slot, at, at + len(w_NK))
+        s_N1 = stored_rows(files, scale, box.slot, at, at + len(w_NK))
         tally.count += q_NK.numel()
         window = w_NK.float()[:, box.left : box.right]
         if passed:
@@ -240,16 +241,16 @@ def _off(w_NK: Tensor, q_NK: Tensor, s_N1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _expect_zeros(files: OpenFiles, record: TensorRecord, box: Box, row: int, count: int, tally: _Tally) -> None:
-    if bool((_read(files, record, box.slot, row, row + count) != 0).any()):
+    if bool((stored_rows(files, record, box.slot, row, row + count) != 0).any()):
         tally.failures.append(f"{record.file}: {record.name}{_of(box)}: rows {row} to {row + count} should be zero")
 
 
 def _check_padding(files: OpenFiles, record: TensorRecord, tally: _Tally) -> None:
     """Rows after the data: vocabulary padding, the bias of a row-parallel GEMM on all ranks but the first."""
     stacked, used = is_stacked(record), data_rows(record)
-    local = record.shape[1 if stacked else 0] if record.shape else 1
+    local = plain_shape(record)[1 if stacked else 0] if record.shape else 1
     for slot in range(len(record.experts)) if stacked else (None,):
-        if used < local and bool((_read(files, record, slot, used, local) != 0).any()):
+        if used < local and bool((stored_rows(files, record, slot, used, local) != 0).any()):
             tally.failures.append(f"{record.file}: {record.name}: its padding is not zero")
 
 
@@ -328,17 +329,6 @@ def _source_rows(source: Source, piece: Location) -> Iterator[tuple[int, Tensor]
 def _steps(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
     step = max(1, _ELEMENTS // max(1, width))
     return ((first, min(first + step, stop)) for first in range(start, stop, step))
-
-
-def _read(files: OpenFiles, record: TensorRecord, slot: int | None, start: int, stop: int) -> Tensor:
-    """Rows of a written tensor (of one expert where they are stacked) as `[rows, width]`."""
-    stacked = is_stacked(record)
-    local = record.shape[1 if stacked else 0] if record.shape else 1
-    total = local * (record.shape[0] if stacked else 1)
-    width = record.nbytes // max(total, 1) // tensor_nbytes(record.dtype, (1,))
-    info = TensorInfo(record.name, record.dtype, (total, width), record.offset, record.offset + record.nbytes)
-    base = local * (slot or 0)
-    return files.read(record.file, info, (base + start, base + stop))
 
 
 def _same(ours: Tensor, theirs: Tensor) -> bool:

@@ -26,6 +26,7 @@ from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import WrittenTensor, file_sha256, read_chunks, write_atomic, write_tensors
 from quantkit.console import Progress
 from quantkit.convert.compute import CalibratedScales, Producer
+from quantkit.convert.packing import packed
 from quantkit.convert.plan import needed_bytes
 from quantkit.convert.transforms import open_transformed
 from quantkit.convert.units import Plan, PlannedFile
@@ -175,8 +176,8 @@ def run_job(
     tensors = {tensor.name: tensor for tensor in job.planned.stored}
     result, written = write_tensors(
         out / job.planned.name,
-        [(tensor.name, tensor.dtype, tensor.shape) for tensor in job.planned.stored],
-        lambda name: producer.produce(tensors[name]),
+        [(tensor.name, tensor.dtype, tensor.stored_shape) for tensor in job.planned.stored],
+        lambda name: packed(tensors[name], producer.produce(tensors[name])),
         on_bytes,
     )
     return Done(job.planned.name, result.size, result.sha256, tuple(written))

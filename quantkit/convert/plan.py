@@ -19,11 +19,13 @@ from quantkit.convert.checkpoint_form import checkpoint_tensors, config_bytes, i
 from quantkit.convert.compute import CalibratedScales
 from quantkit.convert.decide import Decisions, Problems, decide
 from quantkit.convert.nonweights import split_files
+from quantkit.convert.packing import lay_out
 from quantkit.convert.sharded_form import ShardedForm, Unit
 from quantkit.convert.units import How, Plan, PlannedFile, PlannedTensor
 from quantkit.errors import InputError
 from quantkit.recipe import Recipe
 from quantkit.spec.index import INDEX_NAME, SINGLE_NAME
+from quantkit.spec.layout import layout_named
 from quantkit.spec.manifest import CHECKPOINT_NAME, SHARDED_NAME, RankFiles
 from quantkit.spec.mesh import Mesh
 
@@ -38,6 +40,7 @@ def plan(
     mesh: Mesh,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     scales: CalibratedScales | None = None,
+    layout: str = "plain",
 ) -> Plan:
     """Plan a conversion.
 
@@ -46,14 +49,18 @@ def plan(
         mesh: of the sharded form; the checkpoint form has none.
         max_shard_bytes: bound on the data of a file, unless one tensor alone is larger.
         scales: of a calibration; every quantized GEMM must have its own.
+        layout: row of `spec.layout.LAYOUTS` for the INT8 weights of the sharded form.
 
     Raises:
         UsageError, InputError: everything that forbids the conversion, listed.
     """
+    chosen = layout_named(layout)
     problems = Problems()
     decisions = decide(source, recipe, form, problems)
     if form == "checkpoint" and mesh != Mesh():
         problems.use.append("a mesh needs --format sharded: engines split a checkpoint themselves")
+    if form == "checkpoint" and chosen.name != "plain":
+        problems.use.append(f"layout {layout} needs --format sharded: engines lay a checkpoint out themselves")
     ranks: tuple[RankFiles, ...] = ()
     files: tuple[PlannedFile, ...] = ()
     try:
@@ -62,7 +69,9 @@ def plan(
             if scales is not None:
                 _check_scales(source, decisions, scales, problems)
             problems.raise_if_any()
-            sets = {name: pack(units, max_shard_bytes) for name, units in sharded.groups()}
+            groups = sharded.groups() if chosen.name == "plain" else lay_out(sharded.groups(), chosen, problems)
+            sets = {name: pack(units, max_shard_bytes) for name, units in groups}
+            problems.raise_if_any()
             files = tuple(_numbered(sets))
             ranks = sharded.ranks({name: tuple(_set_names(name, len(parts))) for name, parts in sets.items()})
         else:

@@ -21,6 +21,7 @@ from quantkit.errors import QuantkitError, UsageError
 from quantkit.outdir import OutputFolder, check_place, exclusive, options_digest, prepare_output
 from quantkit.recipe import Recipe
 from quantkit.spec.calibration import SCALES_NAME, SUMMARY_NAME, read_summary
+from quantkit.spec.layout import layout_named
 from quantkit.spec.manifest import (
     CHECKPOINT_NAME,
     SHARDED_NAME,
@@ -63,6 +64,7 @@ def prepare(
     mesh: Mesh | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     ignore_index: bool = False,
+    layout: str = "plain",
 ) -> Prepared:
     """Open the source and plan the conversion; writes nothing.
 
@@ -75,11 +77,12 @@ def prepare(
     source_digest = source.digest()
     digest = _calibration_digest(calibration, source_digest, recipe) if calibration else ""
     scales = CalibratedScales(calibration, source) if calibration else None
-    planned = plan(source, recipe, form=form, mesh=mesh, max_shard_bytes=max_shard_bytes, scales=scales)
+    planned = plan(source, recipe, form=form, mesh=mesh, max_shard_bytes=max_shard_bytes, scales=scales, layout=layout)
     options = {
         "calibration": digest,
         "command": "convert",
         "form": form,
+        "layout": layout,
         "max_shard_bytes": max_shard_bytes,
         "mesh": mesh.model_dump(mode="json"),
         "recipe": recipe.model_dump(mode="json"),
@@ -100,6 +103,7 @@ def convert(
     jobs: int = 0,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     ignore_index: bool = False,
+    layout: str = "plain",
 ) -> Manifest:
     """Convert a checkpoint; continue or do nothing when `out` holds the same conversion already.
 
@@ -110,6 +114,7 @@ def convert(
         jobs: processes; 0 means the number of cores, at most 8.
         max_shard_bytes: bound on the data of one file.
         ignore_index: trust the files' headers instead of a stale index.
+        layout: row of `spec.layout.LAYOUTS` in which the INT8 weights of the sharded form are packed.
 
     Raises:
         QuantkitError: bad use, bad input, no space; what was finished is kept and the same call continues.
@@ -123,6 +128,7 @@ def convert(
         mesh=mesh,
         max_shard_bytes=max_shard_bytes,
         ignore_index=ignore_index,
+        layout=layout,
     )
     return run(prepared, out, jobs)
 
@@ -232,12 +238,14 @@ def _record(file: str, tensor: PlannedTensor, place: WrittenTensor) -> TensorRec
         offset=place.offset,
         nbytes=place.nbytes,
         dtype=tensor.dtype,
-        shape=tensor.shape,
+        shape=tensor.stored_shape,
         global_shape=tensor.global_shape,
         slices=tensor.slices,
         scheme=tensor.scheme,
         scale=tensor.scale,
         alias=tensor.alias,
+        layout=tensor.layout,
+        target=layout_named(tensor.layout).target,
         xxh3=place.xxh3,
     )
 

@@ -19,6 +19,7 @@ from quantkit.archs import Key, architecture_for, with_roles
 from quantkit.checkpoint.formats import FormatContext, int8_channel, plain
 from quantkit.checkpoint.reader import QUANTIZED_PARTS, Entry, OpenFiles, Source
 from quantkit.convert.boxes import Box, boxes, is_stacked
+from quantkit.convert.packing import stored_rows
 from quantkit.errors import InputError, QuantkitError
 from quantkit.spec.index import INDEX_NAME, SINGLE_NAME, CheckpointIndex, read_json
 from quantkit.spec.manifest import SHARDED_NAME, Manifest, TensorRecord, read_manifest
@@ -84,19 +85,13 @@ class Gathered:
             low, high = max(start, box.start), min(stop, box.stop)
             if low < high:
                 first = box.row + low - box.start
-                result[low - start : high - start, box.left : box.right] = self._read(record, box, first, high - low)
+                result[low - start : high - start, box.left : box.right] = stored_rows(
+                    self._files, record, box.slot, first, first + high - low
+                )
                 filled += (high - low) * (box.right - box.left)
         if filled != result.numel():
             raise InputError(f"{name}: the ranks hold {filled} of {result.numel()} elements of rows {start} to {stop}")
         return result.reshape(stop - start, *whole.tail)
-
-    def _read(self, record: TensorRecord, box: Box, first: int, count: int) -> Tensor:
-        local = record.shape[1] if is_stacked(record) else (record.shape[0] if record.shape else 1)
-        total = local * (len(record.experts) if is_stacked(record) else 1)
-        width = record.nbytes // max(total, 1) // tensor_nbytes(record.dtype, (1,))
-        info = TensorInfo(record.name, record.dtype, (total, width), record.offset, record.offset + record.nbytes)
-        first += local * (box.slot or 0)
-        return self._files.read(record.file, info, (first, first + count))
 
     def close(self) -> None:
         self._files.close()

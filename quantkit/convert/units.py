@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from quantkit.archs import Key
 from quantkit.archs.assemble import Location
+from quantkit.spec.layout import layout_named
 from quantkit.spec.manifest import Dropped, RankFiles
 from quantkit.spec.tensorfile import tensor_nbytes
 
@@ -42,7 +43,7 @@ class PlannedTensor:
         name: in its file.
         key: of the target; `part` says which tensor of the module, `expert` is None for stacked ones.
         how: see `How`.
-        dtype, shape: as written.
+        dtype, shape: as written, but for the layout.
         pieces: rows in order; of a stacked tensor, expert after expert.
         columns: [start, stop) of the source's columns, None for all.
         experts: logical ids along dimension 0 of a stacked tensor.
@@ -51,6 +52,7 @@ class PlannedTensor:
         scale: name of the scales of an INT8 tensor; for the scales themselves "".
         alias: name of the tensor whose bytes this one shares.
         global_shape, slices: see `spec.manifest.TensorRecord`.
+        layout: row of `spec.layout.LAYOUTS` in which it is packed when it is written.
     """
 
     name: str
@@ -67,10 +69,16 @@ class PlannedTensor:
     alias: str = ""
     global_shape: tuple[int, ...] = ()
     slices: tuple[tuple[int, int, int], ...] = ()
+    layout: str = "plain"
 
     @property
     def nbytes(self) -> int:
         return tensor_nbytes(self.dtype, self.shape)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape in the file: packed where it has a layout."""
+        return self.shape if self.layout == "plain" else layout_named(self.layout).packed_shape(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
