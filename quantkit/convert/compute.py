@@ -37,6 +37,7 @@ class CalibratedScales:
         self._source = source
         self._infos = read_header(folder / SCALES_NAME).tensors
         self._files = OpenFiles(folder)
+        self._last: tuple[Key, Tensor] | None = None
 
     def has(self, key: Key) -> bool:
         return key.shard_name in self._infos
@@ -53,8 +54,10 @@ class CalibratedScales:
         key = piece.key.with_part("weight_scale")
         if piece.slot is not None:
             key = key._replace(expert=piece.slot)
-        arch, dims = self._source.arch, self._source.dims
-        scale = assemble(arch, dims, key, self.has, self._fetch)[rows[0] : rows[1]]
+        if self._last is None or self._last[0] != key:
+            whole = assemble(self._source.arch, self._source.dims, key, self.has, self._fetch)
+            self._last = key, whole
+        scale = self._last[1][rows[0] : rows[1]]
         if scale.shape != (rows[1] - rows[0], 1) or scale.dtype != torch.float32:
             raise InputError(f"{key.shard_name} in the calibration has shape {list(scale.shape)} {scale.dtype}")
         if not bool((scale.isfinite() & (scale >= SCALE_FLOOR)).all()):
