@@ -106,14 +106,29 @@ def _from_manifest(
 def _stored(record: TensorRecord) -> Stored:
     info = TensorInfo(record.name, record.dtype, record.shape, record.offset, record.offset + record.nbytes)
     scheme = SCHEMES.get(record.scheme)
-    if scheme is None or record.layout != "plain":
+    if scheme is None:
         raise UnsupportedDtype(
-            f"{record.name}: scheme {record.scheme} in layout {record.layout} has no kernel here",
-            "convert again with the plain layout",
-            choices=tuple(SCHEMES),
+            f"{record.name}: scheme {record.scheme} has no kernel here", "convert again", choices=tuple(SCHEMES)
         )
+    _check_layout(record)
     group = group_size_for(record.global_shape[-1], scheme.group_size) if scheme.group_size else 0
     return Stored(record.file, info, record.xxh3, group)
+
+
+def _check_layout(record: TensorRecord) -> None:
+    """Packed weights are refused: every kernel that the layers ask the registry for reads plain ones.
+
+    They are not unpacked on the way either. Whoever packed them expects the kernel of that layout to run, and a run of
+    another kernel would prove nothing about it.
+    """
+    if record.layout != "plain":
+        raise UnsupportedDtype(
+            f"{record.name} is packed in layout {record.layout} for {record.target or 'another device'}; "
+            "no kernel of this runtime reads it",
+            "convert these shards again with --layout plain (nothing is quantized anew), or give them to an engine with "
+            "that kernel",
+            choices=["layout plain"],
+        )
 
 
 def _key_of(record: TensorRecord, arch: Architecture) -> Key:
