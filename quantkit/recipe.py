@@ -123,7 +123,7 @@ class Recipe(_Strict):
             try:
                 found.append(method(name).options.model_validate(entry))
             except ValidationError as error:
-                problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+                problems = [f"{'.'.join(map(str, item['loc'])) or 'entry'}: {item['msg']}" for item in error.errors()]
                 raise ValueError(f"method {name}: {'; '.join(problems)}") from error
         return tuple(found)
 

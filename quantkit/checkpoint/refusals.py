@@ -42,6 +42,8 @@ def refusals(source: Source, transforms: Transforms, *, without_drafts: bool = F
             "is not known"
         )
         return
+    if source.unclassified:
+        yield f"{source.unclassified[0]} has no role, so what it reads and writes is not known"
     if rounded := next((entry.name for entry in source.entries.values() if entry.format.name == "int8-channel"), ""):
         yield f"{rounded} is INT8 already, and would be rounded twice: transform the model that it was made from"
     for index, step in enumerate(transforms.steps):
