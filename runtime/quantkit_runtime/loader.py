@@ -125,8 +125,8 @@ def _check_layout(record: TensorRecord) -> None:
         raise UnsupportedDtype(
             f"{record.name} is packed in layout {record.layout} for {record.target or 'another device'}; "
             "no kernel of this runtime reads it",
-            "convert these shards again with --layout plain (nothing is quantized anew), or give them to an engine with "
-            "that kernel",
+            "convert these shards again with --layout plain (nothing is quantized anew), or give them to an engine "
+            "that has such a kernel",
             choices=["layout plain"],
         )
 
