@@ -1,0 +1,248 @@
+"""Accuracy of our recipes and of llmcompressor on one harness: perplexity and KL by kind of text.
+
+    python tests/bench/accuracy.py [--small] [--model smollm2-135m ...] [--recipe w8a8 ...] [--reuse]
+
+Text: tests/models/texts, never used for calibration; windows of 512; float32. Each candidate is a folder on disk. The
+checkpoint form is loaded in the same way for all, by transformers with compressed-tensors, and a second time by our
+runtime (whose INT8 products are exact, and which divides by 127 where compressed-tensors divides by 127.5). Mixtures
+of experts and shards load in the runtime alone; the peer is measured on the dense model.
+The peer calibrates on 128 samples of 512 tokens from calibration_data, ours as the recipes say; times are whole commands
+for ours (calibrate and convert) and the call alone for the peer. `--small` uses four layers and few windows: it tries
+the harness and measures nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import common
+import peers
+import scoring
+import torch
+from convert_speed import fresh, last_line
+
+from quantkit.recipe import Calibration, shipped_recipes
+from quantkit_runtime.generate import load_tokenizer
+from quantkit_runtime.perplexity import windows
+
+MODELS = common.ROOT / "tests" / "models"
+KINDS = ("code", "math", "english", "chinese")
+DENSE = "smollm2-135m"
+PEER_METHODS = ("rtn", "smoothquant-gptq")
+PEER_SAMPLES, PEER_LENGTH = 128, 512
+BEST = "w8a8-best"
+
+UNCALIBRATED = frozenset({"w8a8"})
+"""Recipes whose result does not depend on text: converted without calibration."""
+
+SHARDED = frozenset({"w8a8-group128"})
+"""Recipes with activations per group, which no engine loads from a checkpoint."""
+
+NOT_MEASURED = frozenset({"bf16", "w8a8-kv8"})
+"""The source itself; and INT8 keys, which a forward without a cache does not meet."""
+
+CHANGE_TARGETS: Mapping[tuple[bool, str], Mapping[str, float]] = {
+    (True, "w8a8"): {"": 2.5, "chinese": 4.5},
+    (True, "w8a8-smooth"): {"": 1.0},
+    (True, BEST): {"": 0.5},
+    (True, "w8a8-group128"): {"": 0.3},
+    (False, BEST): {"": 0.15},
+}
+"""(dense, recipe) -> bound on the change of perplexity in percent, by kind or for all others."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A candidate's folder, what it took and what text it saw."""
+
+    name: str
+    folder: Path
+    loaders: tuple[str, ...]
+    seconds: float
+    tokens: int
+
+
+# ----------------------------------------------------------------------------------------------- candidates
+
+
+def ours(recipe: str, source: Path, work: Path, dense: bool, options: list[str]) -> Made:
+    """Calibrate and convert by the command line."""
+    calibration, out = fresh(work / f"{recipe}.calibration"), fresh(work / recipe)
+    convert = [*common.QUANTKIT, "convert", source, "-o", out, "--recipe", recipe, "--json"]
+    seconds, tokens = 0.0, 0
+    if recipe not in UNCALIBRATED:
+        words = ["calibrate", source, "-o", calibration, "--recipe", recipe, "--json", *options]
+        found = common.run([*common.QUANTKIT, *words])
+        seconds, tokens = found.seconds, json.loads(found.stdout)["tokens"]
+        convert += ["--calibration", calibration]
+    if recipe in SHARDED:
+        convert += ["--format", "sharded"]
+    seconds += common.run(convert).seconds
+    both = dense and recipe not in SHARDED
+    return Made(recipe, out, ("compressed-tensors", "quantkit-runtime") if both else ("quantkit-runtime",), seconds, tokens)
+
+
+def peer(method: str, source: Path, work: Path, samples: Path) -> Made:
+    name = f"llmcompressor {method}"
+    out = fresh(work / name.replace(" ", "-"))
+    script = common.BENCH / "peer_llmcompressor.py"
+    words = ["oneshot", source, out, "--method", method]
+    words += [] if method == "rtn" else ["--samples", samples]
+    result = last_line(common.run([peers.python_of("llmcompressor"), script, *words]))
+    return Made(name, out, ("compressed-tensors", "quantkit-runtime"), result["seconds"], result["calibration_tokens"])
+
+
+def write_samples(source: Path, path: Path, count: int, length: int) -> None:
+    """Token ids for the peer, drawn as `quantkit calibrate` draws them."""
+    from quantkit.calibrate.data import draw_samples
+
+    drawn = draw_samples(load_tokenizer(source), Calibration(samples=count, seq_len=length))
+    path.write_text("".join(json.dumps({"input_ids": sample.ids.tolist()}) + "\n" for sample in drawn.samples))
+
+
+def make(model: str, source: Path, work: Path, args: Any) -> list[Made]:
+    """All candidates of a model; with --reuse those that an earlier run made."""
+    work.mkdir(parents=True, exist_ok=True)
+    dense, notes = model == DENSE, work / "made.json"
+    known = json.loads(notes.read_text()) if args.reuse and notes.is_file() else {}
+    samples = work / "peer_samples.jsonl"
+    if dense and args.peers:
+        write_samples(source, samples, *((8, 64) if args.small else (PEER_SAMPLES, PEER_LENGTH)))
+    options = ["--samples", "24", "--seq-len", "64"] if args.small else []
+    jobs = {recipe: lambda recipe=recipe: ours(recipe, source, work, dense, options) for recipe in args.recipe}
+    if dense and args.peers:
+        jobs |= {f"llmcompressor {m}": lambda m=m: peer(m, source, work, samples) for m in PEER_METHODS}
+    made = []
+    for name, job in jobs.items():
+        row = known.get(name)
+        if row and (work / row["folder"] / "config.json").is_file():
+            found = Made(name, work / row["folder"], tuple(row["loaders"]), row["seconds"], row["tokens"])
+        else:
+            print(f"{model}: {name} ...", flush=True)
+            found = job()
+        made.append(found)
+        known[name] = {**vars(found), "folder": found.folder.name}
+        notes.write_text(json.dumps(known, indent=1))
+    return made
+
+
+def truncated(source: Path, out: Path, layers: int) -> Path:
+    """The first layers of a model, to try the harness."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, fresh(out))
+    tensors = load_file(source / "model.safetensors")
+    kept = {n: t for n, t in tensors.items() if ".layers." not in n or int(n.split(".layers.")[1].split(".")[0]) < layers}
+    save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": layers}
+    (out / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "layer_types"}, indent=1))
+    return out
+
+
+# -------------------------------------------------------------------------------------------------- scoring
+
+
+def texts(kind: str) -> list[str]:
+    return [json.loads(line)["text"] for line in (MODELS / "texts" / f"{kind}.jsonl").read_text("utf-8").splitlines()]
+
+
+def measure(source: Path, made: list[Made], limit: int | None) -> dict[str, Any]:
+    """Scores by candidate (and loader) and kind of text."""
+    tokenizer = load_tokenizer(source)
+    reference = scoring.load_source(source)
+    loaded = {(row.name, loader): scoring.LOADERS[loader](row.folder) for row in made for loader in row.loaders}
+    named = {f"{name} [{loader}]": model for (name, loader), model in loaded.items()}
+    found: dict[str, Any] = {"source": {}, "candidates": {name: {} for name in named}, "raw": {}}
+    for kind in KINDS:
+        tokens = windows(tokenizer, texts(kind))[:limit]
+        base, rows = scoring.score(reference, named, tokens)
+        found["source"][kind] = {"perplexity": scoring.compare(base, base_row(base))["perplexity"], "windows": len(tokens)}
+        found["raw"][kind] = rows
+        for name, row in rows.items():
+            found["candidates"][name][kind] = scoring.compare(base, row)
+        print(f"  {kind}: {len(tokens)} windows, source perplexity {found['source'][kind]['perplexity']:.3f}", flush=True)
+    return found
+
+
+def base_row(base: scoring.Windows) -> scoring.Windows:
+    return scoring.Windows(base.nll, [0.0] * len(base.nll), [1.0] * len(base.nll))
+
+
+def targets(report: common.Report, model: str, made: list[Made], found: Mapping[str, Any]) -> None:
+    dense = model == DENSE
+    for row in made:
+        name = f"{row.name} [{row.loaders[0]}]"
+        bounds = CHANGE_TARGETS.get((dense, row.name), {})
+        for kind in KINDS if bounds else ():
+            value = found["candidates"][name][kind]["change_percent"]
+            report.target(f"{model} {row.name}, {kind}: change of perplexity in %", value, bounds.get(kind, bounds[""]))
+        for kind in KINDS if row.name == BEST and not dense else ():
+            layers = found["candidates"][name][kind]["routing_agreement_by_layer"].values()
+            report.target(f"{model} {row.name}, {kind}: least routing agreement", min(layers), 0.995, at_most=False)
+    by_name = {row.name: row for row in made}
+    best, rivals = by_name.get(BEST), [row for row in made if row.name.startswith("llmcompressor")]
+    if best is None or not rivals:
+        return
+    against_peers(report, best, rivals, found)
+    slow = by_name["llmcompressor smoothquant-gptq"]
+    report.target(f"{BEST}: time against SmoothQuant + GPTQ", best.seconds / slow.seconds, 0.5)
+    report.target(f"{BEST}: tokens against SmoothQuant + GPTQ", best.tokens / slow.tokens, 4, at_most=False)
+
+
+def against_peers(report: common.Report, best: Made, rivals: list[Made], found: Mapping[str, Any]) -> None:
+    """KL below every peer's on every kind, by paired differences."""
+    report.data["kl_differences"] = {}
+    for rival in rivals:
+        for kind in KINDS:
+            rows = found["raw"][kind]
+            mine, theirs = (rows[f"{row.name} [compressed-tensors]"] for row in (best, rival))
+            value, error = scoring.kl_difference(mine, theirs)
+            report.data["kl_differences"][f"{rival.name}, {kind}"] = {"difference": value, "error": error}
+            report.target(f"{best.name} - {rival.name}, {kind}: KL (error {error:.2g})", value, 0)
+
+
+def run_model(model: str, args: Any) -> None:
+    source = MODELS / model
+    if not (source / "config.json").is_file():
+        raise SystemExit(f"error: {source} is missing\nnext: make smollm2")
+    work = args.work / "accuracy" / model
+    if args.small and model == DENSE:
+        source = truncated(source, args.work / "accuracy" / f"{model}-4-layers", 4)
+    limit = 2 if args.small else args.windows
+    report = common.Report(f"accuracy-{model}", args.small, {"window": 512, "windows_limit": limit, "dtype": "float32"})
+    report.data["peer_versions"] = peers.versions("llmcompressor") if model == DENSE and args.peers else {}
+    made = make(model, source, work, args)
+    found = measure(source, made, limit)
+    scoring.show(found["candidates"])
+    print("\ntime and text")
+    common.table(["", "seconds", "calibration tokens"], [[m.name, f"{m.seconds:.1f}", f"{m.tokens:,}"] for m in made])
+    report.data |= {"source": found["source"], "candidates": found["candidates"]}
+    report.data["made"] = {row.name: {"seconds": row.seconds, "calibration_tokens": row.tokens} for row in made}
+    targets(report, model, made, found)
+    report.write()
+
+
+def main() -> None:
+    parser = common.arguments(__doc__)
+    every = [name for name in shipped_recipes() if name not in NOT_MEASURED]
+    parser.add_argument("--model", nargs="+", default=[DENSE, "tiny-minimax-m2", "tiny-deepseek-v3"])
+    parser.add_argument("--recipe", nargs="+", default=every, help="shipped recipes; all of them by default")
+    parser.add_argument("--without-peers", dest="peers", action="store_false")
+    parser.add_argument("--reuse", action="store_true", help="take the folders that an earlier run made")
+    parser.add_argument("--windows", type=int, help="most windows of a kind of text (all)")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    if args.peers and DENSE in args.model and not peers.versions("llmcompressor"):
+        raise SystemExit("error: there is no environment of llmcompressor\nnext: make peers, or give --without-peers")
+    torch.set_num_threads(args.threads)
+    for model in args.model:
+        run_model(model, args)
+
+
+if __name__ == "__main__":
+    main()
