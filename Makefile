@@ -6,12 +6,14 @@
 #   TORCH         what is given to pip for torch; may hold options, e.g. TORCH='torch==2.13.0 --index-url URL'
 #   SYSTEM_TORCH  1: use the torch that PYTHON already has (a vendor's ROCm or DTK build), never install one
 #   PYTEST_ARGS   arguments of pytest, e.g. PYTEST_ARGS='-k reader -x'
+#   SMALL         1: benchmarks on small input, some minutes instead of hours; results stay in build/bench
 
 PYTHON       ?= python3
 VENV         ?= .venv
 TORCH        ?= torch==2.13.0
 SYSTEM_TORCH ?=
 PYTEST_ARGS  ?= -n 2
+SMALL        ?=
 
 SHELL       := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -37,9 +39,10 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help venv demo test lint lint-format lint-rules lint-types format smollm2 clean
+.PHONY: peers bench bench-accuracy interop
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 venv: $(STAMP)  ## create or update the virtual environment
 
@@ -89,6 +92,29 @@ lint-types: venv
 format: venv  ## rewrite the code to the project's format and fix what can be fixed safely
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
+
+# ------------------------------------------------------------------------------------------ benchmarks
+# Measured on an otherwise quiet machine; what each one does and needs is in tests/bench/README.md.
+
+BENCH_ARGS := $(if $(filter 1,$(SMALL)),--small)
+BENCH      := $(OFFLINE) $(BIN)/python tests/bench
+
+peers: venv  ## make the environment of the tool that is measured beside ours, in .peers/ (1.5 GB)
+	@$(BIN)/python tests/bench/peers.py llmcompressor --torch '$(TORCH)'
+
+bench: peers  ## time and memory: conversion, verification, planning; SMALL=1 for a trial
+	@$(BENCH)/convert_speed.py $(BENCH_ARGS)
+	@$(BENCH)/verify_speed.py $(BENCH_ARGS)
+	@$(BENCH)/plan_speed.py $(BENCH_ARGS)
+
+bench-accuracy: peers smollm2  ## perplexity and KL of every recipe and of the peer; SMALL=1 for a trial
+	@$(BENCH)/accuracy.py $(BENCH_ARGS)
+
+interop: venv smollm2  ## convert SmolLM2 and run it in vLLM's CPU build, in .peers/ (2 GB)
+	@$(BIN)/python tests/bench/peers.py vllm --torch '$(TORCH)'
+	rm -rf build/bench/interop
+	@$(OFFLINE) $(BIN)/python -m quantkit convert $(SMOLLM2) -o build/bench/interop
+	@.peers/vllm/bin/python tests/bench/interop_vllm.py build/bench/interop $(if $(BENCH_ARGS),,--source $(SMOLLM2))
 
 clean:  ## remove the environment, caches and what was generated; fetched models stay
 	@if [ -f $(VENV)/pyvenv.cfg ]; then rm -rf $(VENV); fi
