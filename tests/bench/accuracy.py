@@ -6,9 +6,9 @@ Text: tests/models/texts, never used for calibration; windows of 512; float32. E
 checkpoint form is loaded in the same way for all, by transformers with compressed-tensors, and a second time by our
 runtime (whose INT8 products are exact, and which divides by 127 where compressed-tensors divides by 127.5). Mixtures
 of experts and shards load in the runtime alone; the peer is measured on the dense model.
-The peer calibrates on 128 samples of 512 tokens from calibration_data, ours as the recipes say; times are whole commands
-for ours (calibrate and convert) and the call alone for the peer. `--small` uses four layers and few windows: it tries
-the harness and measures nothing.
+The peer calibrates on 128 samples of 512 tokens from calibration_data, ours as the recipes say; times are whole
+commands for ours (calibrate and convert) and the call alone for the peer. `--small` uses four layers and few windows:
+it tries the harness and measures nothing.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def ours(recipe: str, source: Path, work: Path, dense: bool, options: list[str])
         convert += ["--format", "sharded"]
     seconds += common.run(convert).seconds
     both = dense and recipe not in SHARDED
-    return Made(recipe, out, ("compressed-tensors", "quantkit-runtime") if both else ("quantkit-runtime",), seconds, tokens)
+    return Made(
+        recipe, out, ("compressed-tensors", "quantkit-runtime") if both else ("quantkit-runtime",), seconds, tokens
+    )
 
 
 def peer(method: str, source: Path, work: Path, samples: Path) -> Made:
@@ -137,7 +139,9 @@ def truncated(source: Path, out: Path, layers: int) -> Path:
 
     shutil.copytree(source, fresh(out))
     tensors = load_file(source / "model.safetensors")
-    kept = {n: t for n, t in tensors.items() if ".layers." not in n or int(n.split(".layers.")[1].split(".")[0]) < layers}
+    kept = {
+        n: t for n, t in tensors.items() if ".layers." not in n or int(n.split(".layers.")[1].split(".")[0]) < layers
+    }
     save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": layers}
     (out / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "layer_types"}, indent=1))
@@ -161,11 +165,16 @@ def measure(source: Path, made: list[Made], limit: int | None) -> dict[str, Any]
     for kind in KINDS:
         tokens = windows(tokenizer, texts(kind))[:limit]
         base, rows = scoring.score(reference, named, tokens)
-        found["source"][kind] = {"perplexity": scoring.compare(base, base_row(base))["perplexity"], "windows": len(tokens)}
+        found["source"][kind] = {
+            "perplexity": scoring.compare(base, base_row(base))["perplexity"],
+            "windows": len(tokens),
+        }
         found["raw"][kind] = rows
         for name, row in rows.items():
             found["candidates"][name][kind] = scoring.compare(base, row)
-        print(f"  {kind}: {len(tokens)} windows, source perplexity {found['source'][kind]['perplexity']:.3f}", flush=True)
+        print(
+            f"  {kind}: {len(tokens)} windows, source perplexity {found['source'][kind]['perplexity']:.3f}", flush=True
+        )
     return found
 
 

@@ -1,7 +1,7 @@
 """What the benchmarks share: running a command and watching its memory, the page cache, results with their machine.
 
-Scripts here run as `python tests/bench/NAME.py` from anywhere; each takes `--small` for a trial of minutes, whose results
-go beside the scratch files and not to tests/bench/results. No absolute path and no host name reaches a result.
+Scripts here run as `python tests/bench/NAME.py` from anywhere; each takes `--small` for a trial of minutes, whose
+results go beside the scratch files and not to tests/bench/results. No absolute path and no host name reaches a result.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class Measured:
         return values
 
 
-def run(command: Sequence[str | os.PathLike[str]], *, env: dict[str, str] | None = None, check: bool = True) -> Measured:
+def run(
+    command: Sequence[str | os.PathLike[str]], *, env: dict[str, str] | None = None, check: bool = True
+) -> Measured:
     """Run a command to its end while sampling the memory of its process tree.
 
     Raises:
@@ -126,14 +128,14 @@ class _Watch(threading.Thread):
 
 def _session_members(session: int) -> list[int]:
     members = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
             try:
-                stat = Path("/proc", name, "stat").read_text()
+                stat = (process / "stat").read_text()
             except OSError:
                 continue
             if int(stat.rpartition(")")[2].split()[3]) == session:
-                members.append(int(name))
+                members.append(int(process.name))
     return members
 
 
@@ -188,7 +190,11 @@ def folder_bytes(folder: Path, pattern: str = "*") -> int:
 def machine() -> dict[str, Any]:
     """What the numbers depend on; nothing that names the host."""
     model = next(
-        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         platform.machine(),
     )
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
@@ -257,7 +263,9 @@ class Report:
         text = json.dumps(self.data, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
         for absolute in {str(ROOT), str(Path.home()), platform.node()} - {"", "/"}:
             if absolute in text:
-                raise SystemExit(f"error: {path} would hold {absolute!r}; results name neither hosts nor absolute paths")
+                raise SystemExit(
+                    f"error: {path} would hold {absolute!r}; results name neither hosts nor absolute paths"
+                )
         path.write_text(text + "\n", encoding="utf-8")
         print(f"written: {path.relative_to(ROOT)}", flush=True)
         return path
@@ -268,7 +276,10 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     cells = [list(map(str, headings)), *[list(map(str, row)) for row in rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(headings))]
     for row in cells:
-        first, rest = row[0].ljust(widths[0]), [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        first, rest = (
+            row[0].ljust(widths[0]),
+            [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)],
+        )
         print("  ".join([first, *rest]), flush=True)
 
 

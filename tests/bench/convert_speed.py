@@ -2,11 +2,12 @@
 
     python tests/bench/convert_speed.py [--small] [--gb 4] [--repeat 3] [--without-peer]
 
-A: copy the source with fsync, hash the source and the INT8 output with hashlib (copy_and_hash.py), as many threads as B has.
+A: copy the source with fsync, hash the source and the INT8 output with hashlib (copy_and_hash.py), as many threads as
+   B has processes.
 B: `quantkit convert`, recipe w8a8, checkpoint form; the whole command, interpreter start and imports included.
-C: `model_free_ptq` W8A8 on the same input; only the call is timed, its imports are not, and it neither hashes nor syncs.
-The order is B, A, C in every repetition. Before each, everything is written back and source and outputs are dropped from
-the page cache (posix_fadvise); the output that A hashes is read into the cache first, since B has it there as well.
+C: `model_free_ptq` W8A8 on the same input; only the call is timed, its imports are not; it neither hashes nor syncs.
+The order is B, A, C in every repetition. Before each, everything is written back and source and outputs are dropped
+from the page cache (posix_fadvise); the output that A hashes is read into the cache first, as B has it there as well.
 The peak memory of B is also taken at 1 GB and 8 GB.
 """
 

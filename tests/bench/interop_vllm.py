@@ -5,8 +5,8 @@
 Runs in its own environment (`make interop` builds it) and imports nothing of quantkit. Two facts are required:
 - the log says that a kernel for INT8 (W8A8) was selected for the compressed-tensors scheme;
 - the texts are words: not empty, no replacement characters, not one token again and again.
-With `--source` the same prompts also go through the BF16 model, and the share of equal leading tokens is printed. It is not
-required to be high: the INT8 kernel of CPUs without VNNI saturates.
+With `--source` the same prompts also go through the BF16 model, and the share of equal leading tokens is printed. It
+is not required to be high: the INT8 kernel of CPUs without VNNI saturates.
 Exit code 1 when a fact does not hold.
 """
 

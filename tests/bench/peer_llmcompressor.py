@@ -5,9 +5,9 @@
     .peers/llmcompressor/bin/python tests/bench/peer_llmcompressor.py oneshot SOURCE OUT --method smoothquant-gptq \
         --samples samples.jsonl
 
-`convert` is `model_free_ptq` with the preset W8A8, file by file. `oneshot` builds the model and runs modifiers on it, as
-its examples do: W8A8 on every Linear but lm_head, SmoothQuant of strength 0.8 with its own mappings, GPTQ with its
-defaults. Samples are token ids, one `{"input_ids": [...]}` a line, so that all candidates calibrate on the same tokens.
+`convert` is `model_free_ptq` with the preset W8A8, file by file. `oneshot` builds the model and runs modifiers on it,
+as its examples do: W8A8 on every Linear but lm_head, SmoothQuant of strength 0.8 with its own mappings, GPTQ with its
+defaults. Samples are token ids, one `{"input_ids": [...]}` a line, drawn from the text that ours calibrate on.
 The last line of stdout is a JSON object with the seconds of the call itself, imports and loading not counted.
 """
 

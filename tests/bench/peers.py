@@ -69,7 +69,8 @@ def versions(name: str) -> dict[str, str]:
     if not python_of(name).is_file():
         return {}
     code = (
-        "import json, sys; from importlib.metadata import version; print(json.dumps({n: version(n) for n in sys.argv[1:]}))"
+        "import json, sys; from importlib.metadata import version; "
+        "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
     )
     done = subprocess.run(
         [str(python_of(name)), "-c", code, *PEERS_BY_NAME[name].shown], capture_output=True, text=True, check=False

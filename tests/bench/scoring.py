@@ -110,7 +110,9 @@ class Windows:
     routing: dict[str, list[float]] = field(default_factory=dict)
 
 
-def score(source: nn.Module, candidates: Mapping[str, nn.Module], windows: Tensor) -> tuple[Windows, dict[str, Windows]]:
+def score(
+    source: nn.Module, candidates: Mapping[str, nn.Module], windows: Tensor
+) -> tuple[Windows, dict[str, Windows]]:
     """Run windows int64 `[W, L]` through all models."""
     base, rows = Windows(), {name: Windows() for name in candidates}
     routing = {name: Routing(model) for name, model in {"": source, **candidates}.items()}
