@@ -1,0 +1,144 @@
+"""The instruments themselves: what they report is checked against what is known."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+BENCH = Path(__file__).resolve().parent
+
+
+@pytest.fixture(autouse=True)
+def scripts_importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+
+
+class Fixed(nn.Module):
+    """A model with given logits, whatever it reads."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.values = values
+
+    def forward(self, input_ids, use_cache):
+        return SimpleNamespace(logits=self.values[None, : input_ids.shape[1]])
+
+
+def log_softmax(x):
+    shifted = x - x.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def test_scores_against_float64():
+    import scoring
+
+    generator = torch.Generator().manual_seed(1)
+    p, q = (torch.randn(200, 37, generator=generator) for _ in range(2))
+    windows = torch.randint(0, 37, (3, 130), generator=generator)
+    base, rows = scoring.score(Fixed(p), {"c": Fixed(q), "same": Fixed(p)}, windows)
+
+    log_p, log_q = log_softmax(p.double().numpy()[:129]), log_softmax(q.double().numpy()[:129])
+    kl = (np.exp(log_p) * (log_p - log_q)).sum(-1).mean()
+    nll = [[-log[np.arange(129), ids[1:]].mean() for ids in windows.numpy()] for log in (log_p, log_q)]
+    change = np.subtract(nll[1], nll[0])
+    found = scoring.compare(base, rows["c"])
+    assert found["kl"] == pytest.approx(kl, rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(np.mean(nll[1])), rel=1e-5)
+    assert found["change_percent"] == pytest.approx(100 * math.expm1(change.mean()), rel=1e-4)
+    error = 100 * math.exp(change.mean()) * change.std(ddof=1) / math.sqrt(3)
+    assert found["change_percent_error"] == pytest.approx(error, rel=1e-4)
+    assert scoring.compare(base, rows["same"])["kl"] == 0
+    assert scoring.compare(base, rows["same"])["change_percent"] == 0
+    assert scoring.kl_difference(rows["same"], rows["c"])[0] == pytest.approx(-kl, rel=1e-5)
+
+
+def test_peak_memory_counts_children_and_time_counts_waiting():
+    import common
+
+    child = "b = bytearray(150_000_000); import time; time.sleep(0.5)"
+    code = f"""
+import subprocess, sys
+children = [subprocess.Popen([sys.executable, "-c", {child!r}]) for _ in range(2)]
+for process in children:
+    process.wait()
+"""
+    found = common.run([sys.executable, "-c", code])
+    assert found.processes == 3
+    assert 300e6 < found.peak_anon < 450e6
+    assert found.peak_rss >= found.peak_anon
+    assert found.seconds >= 0.5
+
+
+def test_failed_commands_stop_a_benchmark():
+    import common
+
+    with pytest.raises(SystemExit, match="the reason"):
+        common.run([sys.executable, "-c", "raise ValueError('the reason')"])
+
+
+def test_synthetic_checkpoints_are_deterministic_and_bounded(tmp_path, monkeypatch):
+    import synthetic
+
+    small = synthetic.Shape(hidden=64, expert_width=32, experts=3, heads=2, kv_heads=1, head_dim=16, vocab=80)
+    monkeypatch.setattr(synthetic, "Shape", lambda: small)
+    first, again, other = (
+        synthetic.synthetic(tmp_path / name, 200_000, seed=seed, file_bytes=50_000)
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    )
+    names = sorted(path.name for path in first.iterdir())
+    assert all((first / name).read_bytes() == (again / name).read_bytes() for name in names)
+    weights = [name for name in names if name.endswith(".safetensors")]
+    assert len(weights) > 2
+    assert (first / weights[0]).read_bytes() != (other / weights[0]).read_bytes()
+    index = json.loads((first / "model.safetensors.index.json").read_text())
+    assert abs(index["metadata"]["total_size"] - 200_000) < synthetic.nbytes(small.layer(0))
+    for name in weights:
+        with safe_open(first / name, "pt") as file:
+            for key in file.keys():
+                assert index["weight_map"][key] == name
+                assert file.get_tensor(key).float().isfinite().all()
+
+
+def test_bf16_rounding_is_torchs():
+    import synthetic
+
+    x = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
+    expected = torch.from_numpy(x).bfloat16().view(torch.uint16).numpy()
+    assert np.array_equal(np.frombuffer(synthetic.to_bf16(x), "<u2"), expected)
+
+
+def test_headers_only_takes_no_space(tmp_path):
+    import common
+    import synthetic
+
+    root = synthetic.headers_only(tmp_path / "model", layers=2, experts=16)
+    files = common.files_under([root])
+    assert sum(path.stat().st_size for path in files) > 3_000_000_000
+    assert sum(path.stat().st_blocks * 512 for path in files) < 2_000_000
+
+
+def test_results_hold_no_paths(tmp_path, monkeypatch):
+    import common
+
+    monkeypatch.setattr(common, "SCRATCH", tmp_path)
+    report = common.Report("harness", True, {})
+    report.data["where"] = str(common.ROOT / "x")
+    with pytest.raises(SystemExit, match="absolute paths"):
+        report.write()
+
+
+def test_missed_targets_are_marked(capsys):
+    import common
+
+    report = common.Report("harness", True, {})
+    report.target("ratio", 2.0, 1.5)
+    report.target("share", 0.95, 0.9, at_most=False)
+    assert [row["met"] for row in report.data["targets"]] == [False, True]
+    assert "MISSED" in capsys.readouterr().out
