@@ -1,6 +1,6 @@
 """Orthogonal matrices of any size that spread every channel over all others, applied without being formed.
 
-Q = diag(signs) (H kron R) for n = 2^k m with m odd: H the Hadamard matrix of size 2^k, R the discrete Hartley matrix
+Q = diag(signs) (R kron H) for n = m 2^k with m odd: H the Hadamard matrix of size 2^k, R the discrete Hartley matrix
 of size m, `R_ij = (cos(2 pi i j / m) + sin(2 pi i j / m)) / sqrt(m)`, both symmetric and orthogonal, and random signs.
 No entry of Q exceeds sqrt(2 / n), so a single large channel is spread evenly; the signs keep channels with a common
 offset from adding up in one output. (A random orthogonal R has entries of 3 / sqrt(m) and needs a QR decomposition,
@@ -44,25 +44,26 @@ class Rotation:
         m, norm = self.odd, 1 / math.sqrt(self.size)
         angles = [2 * math.pi * turn / m for turn in range(m)]
         values = [(math.cos(angle) + math.sin(angle)) * norm for angle in angles]
-        return [torch.tensor([values[i * j % m] for j in range(m)], dtype=torch.float64) for i in range(m)]
+        return [torch.tensor([[values[i * j % m]] for j in range(m)], dtype=torch.float64) for i in range(m)]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x Q for float64 `[..., n]`; x is left as it is."""
-        x = (x * self._signs).unflatten(-1, (self.power, self.odd))
-        rows = self._hartley
-        result = x[..., :1] * rows[0]
+        x = (x * self._signs).unflatten(-1, (self.odd, self.power))
+        columns = self._hartley
+        result = x[..., :1, :] * columns[0]
         for index in range(1, self.odd):
-            result += x[..., index : index + 1] * rows[index]
+            result += x[..., index : index + 1, :] * columns[index]
         return self._hadamard(result).flatten(-2)
 
     def _hadamard(self, x: Tensor) -> Tensor:
-        """Butterflies along dimension -2; the norm is in R."""
-        width = 1
+        """Butterflies along the last dimension of a contiguous tensor, which is used as a buffer; the norm is in R."""
+        other, width = torch.empty_like(x), 1
         while width < self.power:
-            pairs = x.unflatten(-2, (-1, 2, width))
-            first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
-            x = torch.stack((first + second, first - second), -3).flatten(-4, -2)
-            width *= 2
+            pairs, result = (buffer.unflatten(-1, (-1, 2, width)) for buffer in (x, other))
+            first, second = pairs[..., 0, :], pairs[..., 1, :]
+            torch.add(first, second, out=result[..., 0, :])
+            torch.sub(first, second, out=result[..., 1, :])
+            x, other, width = other, x, width * 2
         return x
 
     def matrix(self) -> Tensor:

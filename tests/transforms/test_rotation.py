@@ -29,7 +29,7 @@ def test_large_rotation_keeps_inner_products(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [48, 96, 160])
-def test_matrix_is_signs_times_hadamard_kron_hartley(size: int) -> None:
+def test_matrix_is_signs_times_hartley_kron_hadamard(size: int) -> None:
     power = size & -size
     odd = size // power
     i = np.arange(odd)
@@ -39,7 +39,7 @@ def test_matrix_is_signs_times_hadamard_kron_hartley(size: int) -> None:
     hadamard = np.ones((1, 1))
     while len(hadamard) < power:  # Sylvester's construction
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
-    expected = signs[:, None] * np.kron(hadamard / np.sqrt(power), hartley)
+    expected = signs[:, None] * np.kron(hartley, hadamard / np.sqrt(power))
     np.testing.assert_allclose(Rotation(size, 7).matrix().numpy(), expected, atol=1e-13)
 
 
