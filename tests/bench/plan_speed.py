@@ -42,8 +42,11 @@ def main() -> None:
     report.data["parameters"] = plan["parameters"]
     print(f"{plan['parameters'] / 1e12:.2f} T parameters, {report.data['tensors']:,} tensors")
     common.table(
-        ["command", "seconds", "peak RSS MiB"],
-        [[name, f"{run.seconds:.1f}", common.mib(run.peak_rss)] for name, run in found.items()],
+        ["command", "seconds", "cpu s", "peak RSS MiB"],
+        [
+            [name, f"{run.seconds:.1f}", f"{run.cpu_seconds:.1f}", common.mib(run.peak_rss)]
+            for name, run in found.items()
+        ],
     )
     for name, run in found.items():
         report.target(f"{name}: seconds", run.seconds, 60)
