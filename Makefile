@@ -110,7 +110,7 @@ bench: peers  ## time and memory: conversion, verification, planning; SMALL=1 fo
 bench-accuracy: peers smollm2  ## perplexity and KL of every recipe and of the peer; SMALL=1 for a trial
 	@$(BENCH)/accuracy.py $(BENCH_ARGS)
 
-interop: venv smollm2  ## convert SmolLM2 and run it in vLLM's CPU build, in .peers/ (2 GB)
+interop: venv smollm2  ## convert SmolLM2 and run it in vLLM's CPU build, in .peers/ (3.5 GB)
 	@$(BIN)/python tests/bench/peers.py vllm --torch '$(TORCH)'
 	rm -rf build/bench/interop
 	@$(OFFLINE) $(BIN)/python -m quantkit convert $(SMOLLM2) -o build/bench/interop

@@ -132,7 +132,7 @@ def build(name: str, torch: str) -> None:
     marker = folder / "installed.json"
     wanted = {"package": PEERS_BY_NAME[name].package, "torch": torch}
     if not (marker.is_file() and json.loads(marker.read_text()) == wanted):
-        print(f"{name}: installing {wanted['package']} (some minutes, one to two GB)", file=sys.stderr)
+        print(f"{name}: installing {wanted['package']} (some minutes and gigabytes)", file=sys.stderr)
         if (folder / "pyvenv.cfg").is_file():
             shutil.rmtree(folder)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
