@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,11 @@ def peer(method: str, source: Path, work: Path, samples: Path) -> Made:
     words += [] if method == "rtn" else ["--samples", samples]
     result = last_line(common.run([peers.python_of("llmcompressor"), script, *words]))
     return Made(name, out, ("compressed-tensors", "quantkit-runtime"), result["seconds"], result["calibration_tokens"])
+
+
+def only(row: Made, loaders: list[str]) -> Made:
+    """The candidate with the wanted loaders alone, unless it has no other."""
+    return replace(row, loaders=tuple(name for name in row.loaders if name in loaders) or row.loaders)
 
 
 def write_samples(source: Path, path: Path, count: int, length: int) -> None:
@@ -209,7 +214,7 @@ def against_peers(report: common.Report, best: Made, rivals: list[Made], found: 
     for rival in rivals:
         for kind in KINDS:
             rows = found["raw"][kind]
-            mine, theirs = (rows[f"{row.name} [compressed-tensors]"] for row in (best, rival))
+            mine, theirs = (rows[f"{row.name} [{row.loaders[0]}]"] for row in (best, rival))
             value, error = scoring.kl_difference(mine, theirs)
             report.data["kl_differences"][f"{rival.name}, {kind}"] = {"difference": value, "error": error}
             report.target(f"{best.name} - {rival.name}, {kind}: KL (error {error:.2g})", value, 0)
@@ -225,7 +230,7 @@ def run_model(model: str, args: Any) -> None:
     limit = 2 if args.small else args.windows
     report = common.Report(f"accuracy-{model}", args.small, {"window": 512, "windows_limit": limit, "dtype": "float32"})
     report.data["peer_versions"] = peers.versions("llmcompressor") if model == DENSE and args.peers else {}
-    made = make(model, source, work, args)
+    made = [only(row, args.loader) for row in make(model, source, work, args)]
     found = measure(source, made, limit)
     scoring.show(found["candidates"])
     print("\ntime and text")
@@ -241,6 +246,8 @@ def main() -> None:
     every = [name for name in shipped_recipes() if name not in NOT_MEASURED]
     parser.add_argument("--model", nargs="+", default=[DENSE, "tiny-minimax-m2", "tiny-deepseek-v3"])
     parser.add_argument("--recipe", nargs="+", default=every, help="shipped recipes; all of them by default")
+    loaders = sorted(scoring.LOADERS)
+    parser.add_argument("--loader", nargs="+", choices=loaders, default=loaders, help="fewer of them take less time")
     parser.add_argument("--without-peers", dest="peers", action="store_false")
     parser.add_argument("--reuse", action="store_true", help="take the folders that an earlier run made")
     parser.add_argument("--windows", type=int, help="most windows of a kind of text (all)")

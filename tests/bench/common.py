@@ -35,6 +35,8 @@ GB = 10**9
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
+os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries would tear the tables apart
+
 _PACKAGES = ("torch", "transformers", "safetensors", "compressed-tensors", "numpy", "xxhash", "quantkit")
 _SAMPLE_SECONDS = 0.02
 _PSS_EVERY = 10
