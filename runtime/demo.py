@@ -32,13 +32,14 @@ MODEL = ROOT / "tests" / "models" / "tiny-minimax-m2"
 TEXTS = ROOT / "tests" / "models" / "texts"
 KINDS = ("code", "math", "english", "chinese")
 LENGTH = 512
+BATCH = 4
 PROMPT = "The sea"
 
 
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), default=Path("demo_output"), show_default=True)
 @click.option("--model", type=click.Path(path_type=Path), default=MODEL, help="Any small checkpoint with a tokenizer.")
-@click.option("--samples", type=click.IntRange(1), default=128, show_default=True, help="Of calibration text.")
+@click.option("--samples", type=click.IntRange(1), default=64, show_default=True, help="Of calibration text.")
 @click.option("--windows", type=click.IntRange(1), default=1000, help="Most windows of each kind; default: all.")
 def command(output: Path, model: Path, samples: int, windows: int) -> None:
     """Run the main job on a small model and show what it cost and what it kept."""
@@ -53,17 +54,14 @@ def command(output: Path, model: Path, samples: int, windows: int) -> None:
     quantkit.run(
         "Calibrate on the shipped mixed text",
         *("calibrate", str(model), "-o", str(calibration), "--samples", str(samples)),
-        makes=calibration / "calibration.json",
     )
     quantkit.run(
         "Convert: a checkpoint for engines",
         *(*convert, "-o", str(checkpoint)),
-        makes=checkpoint / "quantkit_manifest.json",
     )
     quantkit.run(
         "Convert: shards for one rank",
         *(*convert, "-o", str(shards), "--format", "sharded"),
-        makes=shards / "manifest.json",
     )
     quantkit.run("Verify both against the source", "verify", str(checkpoint), "--source", str(model))
     quantkit.run("", "verify", str(shards), "--source", str(model))
@@ -82,14 +80,12 @@ class Tool:
     shown: str
     argv: list[str]
 
-    def run(self, title: str, *arguments: str, makes: Path | None = None, capture: bool = False) -> str:
+    def run(self, title: str, *arguments: str, capture: bool = False) -> str:
         """Show a command, run it, and stop with its exit code when it fails; its stdout when `capture`."""
         out = console()
         if title:
             out.rule(title, align="left")
         out.print(f"$ {self.shown} {shlex.join(arguments)}", style="bold", markup=False)
-        if makes is not None and makes.exists():
-            out.print(f"({makes} is there: finished before, nothing is done again)", markup=False)
         done = subprocess.run(
             [*self.argv, *arguments],
             stdout=subprocess.PIPE if capture else None,
@@ -144,7 +140,7 @@ def _perplexities(model: Path, converted: Path, most: int) -> list[Row]:
     rows = []
     with Progress("perplexity", 2 * sum(len(part) for part in held_out.values()), "windows") as progress:
         for kind, tokens in held_out.items():
-            losses = [window_losses(part, tokens, advance=progress.advance) for part in models]
+            losses = [window_losses(part, tokens, BATCH, progress.advance) for part in models]
             values = (from_losses(loss, tokens.shape[1]).value for loss in losses)
             rows.append(Row(kind, *values, *change(*losses)))
     return rows

@@ -1,7 +1,7 @@
 """SmolLM2 without calibration: transformers and compressed-tensors load our checkpoint as it is, and it stays good.
 
-The full figures come from tests/bench/part1.py; here each kind of text gets two windows, so the bound is the project's
-plus three standard errors of so few windows (from the spread of all of them).
+The full figures come from tests/bench/part1.py; here each kind of text gets one window, so the bound is the project's
+plus three standard deviations over windows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.acceptance.conftest import MODELS, cli, succeeded
 from tests.bench.part1 import BOUNDS, held_out, in_transformers
 
 SMOLLM2 = MODELS / "smollm2-135m"
-WINDOWS = 2
+WINDOWS = 1
 SPREAD = 1.5
 """Percent: standard deviation over windows of the change by W8A8 (0.95 to 1.4 by kind)."""
 
@@ -42,9 +42,30 @@ def test_perplexity_and_integers(int8: Path) -> None:
 
 
 def test_our_runtime_agrees_with_transformers(int8: Path) -> None:
-    """Both round activations to 8 bits, with slightly different scales (absmax / 127 and absmax / 127.5)."""
+    """Hidden states of both, with compressed-tensors' activation scale (absmax / 127.5) replaced by absmax / 127.
+
+    The first layers are equal up to float32. Later a value next to a rounding boundary falls on its other side,
+    and the difference grows, so at the end only the distances from the source can be compared.
+    """
     tokens = held_out(SMOLLM2, 1)["english"][:, :64]
+    source, theirs = in_transformers(SMOLLM2), in_transformers(int8)
     ours = load_model(int8, devices.resolve("cpu"), torch.float32).model
     with torch.no_grad():
-        got, want = ours(input_ids=tokens).logits, in_transformers(int8)(input_ids=tokens).logits
-    assert float((got - want).norm() / want.norm()) < 0.05
+        theirs(input_ids=tokens[:, :2])  # decompresses the weights
+        for part in theirs.modules():
+            if hasattr(part, "quantization_scheme"):
+                part.quantization_enabled = False
+                part.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]), *inputs[1:]))
+        got, want, exact = (part(input_ids=tokens, output_hidden_states=True) for part in (ours, theirs, source))
+    for layer in (1, 2, 3):
+        assert distance(got.hidden_states[layer], want.hidden_states[layer]) < 1e-5, layer
+    assert distance(got.logits, exact.logits) < 1.5 * distance(want.logits, exact.logits)
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return torch.clamp(torch.round(x / scale), -127, 127) * scale
