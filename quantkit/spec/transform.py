@@ -14,7 +14,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-TRANSFORMS_NAME = "transforms.json"
 VECTORS_NAME = "transforms.safetensors"
 
 RESIDUAL_NORMS = ("norm.input", "norm.pre_mlp", "norm.final")

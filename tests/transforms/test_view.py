@@ -7,17 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from quantkit.archs import Key, Kind
 from quantkit.archs.assemble import assemble
 from quantkit.calibrate.methods import METHODS, method, view_of
+from quantkit.calibrate.methods.base import stored_vectors
 from quantkit.checkpoint.effects import matrix
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.transformed import TransformedSource
-from quantkit.errors import UsageError
+from quantkit.errors import InputError, UsageError
 from quantkit.recipe import Recipe, load_recipe, parse_recipe
 from quantkit.rotation import Rotation
-from quantkit.spec.transform import FoldNorm, RotateResidual, Transforms
+from quantkit.spec.transform import VECTORS_NAME, FoldNorm, RotateResidual, ScalePair, Transforms
 
 Tiny = Callable[..., Path]
 
@@ -137,3 +139,18 @@ def test_recipe_keys_of_methods_are_strict() -> None:
 
 def test_shipped_recipe() -> None:
     assert [options.name for options in load_recipe("w8a8-rotate").methods] == ["balance", "rotate"]
+
+
+def test_vectors_of_an_artifact(tiny: Tiny, tmp_path: Path) -> None:
+    """A data-driven pair reads its vectors by name; a producer without one is left as it is."""
+    source, key = Source(tiny("llama")), Key(1, "mlp.up")
+    scale = torch.linspace(0.5, 2, source.dims.intermediate)
+    save_file({f"smooth.{key.shard_name}": scale}, tmp_path / VECTORS_NAME)
+    vectors = stored_vectors(tmp_path)
+    view = TransformedSource(source, Transforms(steps=(ScalePair(producer="mlp.up", vectors="smooth"),)), vectors)
+    up, down = source.get(key).float(), source.get(Key(1, "mlp.down")).float()
+    torch.testing.assert_close(view.get(key), up / scale[:, None])
+    torch.testing.assert_close(view.get(Key(1, "mlp.down")), down * scale)
+    assert torch.equal(view.get(Key(0, "mlp.up")), source.get(Key(0, "mlp.up")).float())
+    with pytest.raises(InputError):
+        stored_vectors(tmp_path / "nowhere")

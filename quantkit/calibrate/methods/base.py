@@ -6,11 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quantkit.checkpoint.effects import Vectors
-from quantkit.checkpoint.reader import Source
-from quantkit.spec.transform import MethodOptions, Step
+from torch import Tensor
 
-__all__ = ["Built", "Method", "MethodOptions", "no_vectors"]
+from quantkit.archs import Key
+from quantkit.checkpoint.effects import Vectors
+from quantkit.checkpoint.reader import OpenFiles, Source
+from quantkit.spec.tensorfile import read_header
+from quantkit.spec.transform import VECTORS_NAME, MethodOptions, Step
+
+__all__ = ["Built", "Method", "MethodOptions", "no_vectors", "stored_vectors"]
 
 
 class Built(NamedTuple):
@@ -36,6 +40,21 @@ class Method(NamedTuple):
 
     options: type[MethodOptions]
     build: Callable[[Source, Any, Path | None], Built]
+
+
+def stored_vectors(artifact: Path) -> Vectors:
+    """Vectors that a data-driven method left in a calibration artifact, read when they are asked for.
+
+    Raises:
+        InputError: the artifact holds none.
+    """
+    infos, files = read_header(artifact / VECTORS_NAME).tensors, OpenFiles(artifact)
+
+    def vector(name: str, key: Key) -> Tensor | None:
+        info = infos.get(f"{name}.{key.shard_name}")
+        return None if info is None else files.read(VECTORS_NAME, info)
+
+    return vector
 
 
 def no_vectors(_set: str, _key: object) -> None:
