@@ -15,6 +15,7 @@ from quantkit.checkpoint.writer import WrittenTensor, write_atomic
 from quantkit.convert.compute import CalibratedScales
 from quantkit.convert.execute import Done, SourceSpec, execute
 from quantkit.convert.plan import DEFAULT_SHARD_BYTES, plan
+from quantkit.convert.source_check import damaged, damaged_files
 from quantkit.convert.transforms import steps_of
 from quantkit.convert.units import How, Plan, PlannedFile, PlannedTensor
 from quantkit.errors import QuantkitError, UsageError
@@ -142,6 +143,10 @@ def run(prepared: Prepared, out: Path, jobs: int = 0) -> Manifest:
         return read_manifest(out / name)
     with exclusive(folder):
         done = execute(prepared.plan, prepared.source, prepared.spec, folder, jobs or default_jobs())
+        wrong = damaged_files(prepared.source.root, (row for label, row in done.items() if label.startswith("source:")))
+        if wrong:
+            folder.clear_work()  # the journal too: what was made of these files must be made again
+            raise damaged(prepared.source.root, wrong)
         manifest = _manifest(prepared, folder, done)
         write_atomic(out / name, [manifest_bytes(manifest)])
         folder.clear_work()
