@@ -81,7 +81,7 @@ class Forked:
         """Whether it was killed; else it had ended by itself."""
         time.sleep(delay)
         os.kill(self._pid, signal.SIGKILL)
-        return self._code() < 0
+        return was_killed(self._code())
 
     def wait(self) -> None:
         if code := self._code():
@@ -103,11 +103,18 @@ class Command:
     def kill_after(self, delay: float) -> bool:
         time.sleep(delay)
         self._process.kill()
-        return self._process.wait() < 0
+        return was_killed(self._process.wait())
 
     def wait(self) -> None:
         if code := self._process.wait():
             raise SystemExit(f"error: the command ended with {code}")
+
+
+def was_killed(code: int) -> bool:
+    """Of an exit code; a conversion that fails on its own is a result that nobody may count as an end."""
+    if code > 0:
+        raise SystemExit(f"error: a conversion that was killed before ended with {code}")
+    return code < 0
 
 
 def stage(out: Path) -> str:
