@@ -73,6 +73,8 @@ def test_back_bit_for_bit(name: str, experts: int, tiles_n: int, tiles_k: int, s
     for expert in range(experts):
         assert torch.equal(packed[expert], layout.pack(w[expert])), "experts are packed one by one"
     assert torch.equal(layout.pack(w.transpose(-1, -2).contiguous().transpose(-1, -2)), packed), "strides do not matter"
+    shifted = torch.cat([w.new_zeros(3), w.flatten()])[3:].reshape(w.shape)
+    assert torch.equal(layout.pack(shifted), packed), "nor does the place in memory"
 
 
 @settings(max_examples=60, deadline=None)
