@@ -2,7 +2,8 @@
 
 `.quantkit-work/options.json` says what the folder is being filled with. The same options continue or, once the
 command's last file is there, do nothing; other options are refused with the difference. Nothing that stands in the
-folder beforehand is deleted.
+folder beforehand is deleted. Several machines may start at the same moment: one of them records its options, all
+compare theirs with what is recorded.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,17 +88,18 @@ def prepare_output(
         check_place(out, source)
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file", "give a folder that does not exist yet")
-    recorded = _recorded_options(out)
+    recorded = recorded_options(out)
     if recorded is None:
         foreign = sorted(path.name for path in out.iterdir() if path.name != WORK_NAME) if out.exists() else []
-        if foreign:
+        if foreign and recorded_options(out) is None:  # else another machine has just begun here
             raise UsageError(
                 f"the output folder {out} is not empty and was not made by {command}",
                 "give an empty or a new folder; quantkit deletes nothing",
                 items=foreign,
             )
         _create(out, options)
-    elif recorded != json.loads(_canonical(options)):
+        recorded = recorded_options(out)
+    if recorded != json.loads(_canonical(options)):
         raise UsageError(
             f"{out} holds the work of {command} with other options",
             "use the same options again, or give another folder",
@@ -110,30 +113,74 @@ def exclusive(out: OutputFolder) -> Iterator[None]:
     """Hold the folder for one process; the lock ends with the process, however it ends.
 
     Raises:
-        UsageError: another process holds it.
+        UsageError: another process holds it, or parts of it.
     """
-    fd = os.open(out.work / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    with _locked(out, _LOCK, fcntl.LOCK_EX, f"another process is writing to {out.path}"):
+        yield
+
+
+@contextlib.contextmanager
+def exclusive_part(out: OutputFolder, part: str) -> Iterator[None]:
+    """Hold one part of the folder: other parts may be held at the same time, the whole folder may not.
+
+    Raises:
+        UsageError: another process holds this part or the whole folder.
+    """
+    with (
+        _locked(out, _LOCK, fcntl.LOCK_SH, f"another process is writing to the whole of {out.path}"),
+        _locked(out, f"{part}.{_LOCK}", fcntl.LOCK_EX, f"another process is writing {part} of {out.path}"),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(out: OutputFolder, name: str, how: int, busy: str) -> Iterator[None]:
+    fd = os.open(out.work / name, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(busy, "wait until it has ended") from error
         except OSError as error:
-            raise UsageError(f"another process is writing to {out.path}", "wait until it has ended") from error
+            raise UsageError(
+                f"{out.path} cannot be locked: {error.strerror or error}",
+                "mount its file system with support for flock (Lustre: -o flock), or give a folder elsewhere",
+            ) from error
         yield
     finally:
         os.close(fd)
 
 
 def _create(out: Path, options: Mapping[str, Any]) -> None:
-    from quantkit.checkpoint.writer import write_atomic
-
     try:
         (out / WORK_NAME).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{out} cannot be created: {error.strerror}", "check the path and its permissions") from error
-    write_atomic(out / WORK_NAME / _OPTIONS, [_canonical(options)])
+    create_once(out / WORK_NAME / _OPTIONS, _canonical(options))
 
 
-def _recorded_options(out: Path) -> Any:
+def create_once(path: Path, content: bytes) -> None:
+    """Write a file that appears whole, unless it is there: of several processes at once, one wins."""
+    from quantkit.checkpoint.writer import fsync_folder, write_atomic
+
+    own = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    write_atomic(own, [content])
+    try:
+        path.hardlink_to(own)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        own.replace(path)
+    own.unlink(missing_ok=True)
+    fsync_folder(path.parent)
+
+
+def recorded_options(out: Path) -> Any:
+    """Options that `out` is being filled with, None when nothing has begun there.
+
+    Raises:
+        UsageError: the record is damaged.
+    """
     try:
         return json.loads((out / WORK_NAME / _OPTIONS).read_bytes())
     except (FileNotFoundError, NotADirectoryError):

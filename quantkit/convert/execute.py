@@ -14,7 +14,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -27,7 +27,6 @@ from quantkit.checkpoint.writer import WrittenTensor, file_sha256, read_chunks, 
 from quantkit.console import Progress
 from quantkit.convert.compute import CalibratedScales, Producer
 from quantkit.convert.packing import packed
-from quantkit.convert.plan import needed_bytes
 from quantkit.convert.transforms import open_transformed
 from quantkit.convert.units import Plan, PlannedFile
 from quantkit.errors import QuantkitError
@@ -71,34 +70,56 @@ class Job:
     hashed: str = ""
 
 
-def execute(plan: Plan, source: Source, spec: SourceSpec, out: OutputFolder, jobs: int) -> dict[str, Done]:
+Runner = Callable[[list[Job], SourceSpec, Source, OutputFolder], Iterator[tuple[Job, Done]]]
+"""Does units of work in any order, on this machine or on several, and yields each when its output is in place."""
+
+
+def local(jobs: int) -> Runner:
+    """The runner of this machine, with N processes."""
+    return lambda rest, spec, source, out: _run_all(rest, spec, source, out.path, jobs)
+
+
+def execute(plan: Plan, source: Source, spec: SourceSpec, out: OutputFolder, runner: Runner) -> dict[str, Done]:
     """Write all files of a plan except the manifest; the results by label ("file:NAME", "source:NAME").
 
     Raises:
         QuantkitError: not enough space, read and write errors, a worker that died.
     """
-    journal = out.work / _JOURNAL
-    journal.mkdir(exist_ok=True)
-    todo = list(_jobs(plan, source))
-    done = {job.label: found for job in todo if (found := _recall(journal, out.path, job))}
-    rest = [job for job in todo if job.label not in done]
-    _check_space(plan, source, out.path, {job.label for job in rest})
-    for job in rest:
-        if job.copy:
-            (out.path / job.copy).parent.mkdir(parents=True, exist_ok=True)
-    with Progress("convert", sum(job.size for job in todo)) as progress:
-        progress.advance(sum(job.size for job in todo) - sum(job.size for job in rest))
-        for job, result in _run_all(rest, spec, source, out.path, jobs):
-            _note(journal, job, result)
-            done[job.label] = result
-            progress.advance(job.size)
+    done = execute_units(list(units(plan, source)), source, spec, out, runner)
     for name, text in plan.texts.items():
         written = write_atomic(out.path / name, [text])
         done[f"file:{name}"] = Done(name, written.size, written.sha256)
     return done
 
 
-def _jobs(plan: Plan, source: Source) -> Iterator[Job]:
+def finished_units(todo: Iterable[Job], out: OutputFolder) -> dict[str, Done]:
+    """The results, by label, of those units that earlier runs finished."""
+    journal = out.work / _JOURNAL
+    return {job.label: found for job in todo if (found := _recall(journal, out.path, job))}
+
+
+def execute_units(
+    todo: list[Job], source: Source, spec: SourceSpec, out: OutputFolder, runner: Runner
+) -> dict[str, Done]:
+    """Do those units of work that are not done yet; the results of all by label."""
+    journal = out.work / _JOURNAL
+    journal.mkdir(exist_ok=True)
+    done = finished_units(todo, out)
+    rest = [job for job in todo if job.label not in done]
+    _check_space(rest, out.path)
+    for job in rest:
+        if job.copy:
+            (out.path / job.copy).parent.mkdir(parents=True, exist_ok=True)
+    with Progress("convert", sum(job.size for job in todo)) as progress:
+        progress.advance(sum(job.size for job in todo) - sum(job.size for job in rest))
+        for job, result in runner(rest, spec, source, out):
+            _note(journal, job, result)
+            done[job.label] = result
+            progress.advance(job.size)
+    return done
+
+
+def units(plan: Plan, source: Source) -> Iterator[Job]:
     """Units in the order in which they run; a source file is hashed after the first output that reads it."""
     hashed: set[str] = set()
 
@@ -122,9 +143,8 @@ def _keys(file: PlannedFile) -> set[Key]:
     return {piece.key for tensor in file.tensors for piece in tensor.pieces if isinstance(piece, Location)}
 
 
-def _check_space(plan: Plan, source: Source, out: Path, rest: set[str]) -> None:
-    finished = sum(file.nbytes for file in plan.files if f"file:{file.name}" not in rest)
-    needed, free = needed_bytes(plan, source.root) - finished, shutil.disk_usage(out).free
+def _check_space(rest: list[Job], out: Path) -> None:
+    needed, free = sum(job.size for job in rest if not job.hashed), shutil.disk_usage(out).free
     if needed > free:
         raise QuantkitError(
             f"{out}: the output needs {needed:,} bytes, {free:,} are free",

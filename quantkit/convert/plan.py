@@ -9,7 +9,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from quantkit.archs import Key
 from quantkit.archs.assemble import Location
@@ -251,12 +250,3 @@ def _warnings(source: Source, result: Plan, mesh: Mesh) -> Iterator[str]:
         yield f"{len(decoded)} tensors are decoded from a native low-bit format before they are rounded again"
     if result.form == "checkpoint" and not result.quantized:
         yield "the recipe quantizes nothing; the output has the source's tensors bit for bit"
-
-
-def needed_bytes(result: Plan, root: Path) -> int:
-    """Disk space that the whole output takes, weights, copies and generated files."""
-    return (
-        result.weight_bytes
-        + sum((root / name).stat().st_size for name in result.copies)
-        + sum(len(text) for text in result.texts.values())
-    )

@@ -13,7 +13,7 @@ from quantkit.archs.assemble import Location
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import WrittenTensor, write_atomic
 from quantkit.convert.compute import CalibratedScales
-from quantkit.convert.execute import Done, SourceSpec, execute
+from quantkit.convert.execute import Done, Runner, SourceSpec, execute, local
 from quantkit.convert.plan import DEFAULT_SHARD_BYTES, plan
 from quantkit.convert.source_check import damaged, damaged_files
 from quantkit.convert.transforms import steps_of
@@ -134,23 +134,37 @@ def convert(
     return run(prepared, out, jobs)
 
 
-def run(prepared: Prepared, out: Path, jobs: int = 0) -> Manifest:
-    """Carry out a planned conversion."""
-    sources = [prepared.source.root, *([prepared.spec.calibration] if prepared.spec.calibration else [])]
+def run(prepared: Prepared, out: Path, jobs: int = 0, *, runner: Runner | None = None) -> Manifest:
+    """Carry out a planned conversion, by `jobs` processes of this machine or by another `runner`."""
     name = prepared.manifest_name
-    folder = prepare_output(out, prepared.options, sources=sources, final=name, command="quantkit convert")
+    folder = open_output(prepared, out)
     if folder.finished:
         return read_manifest(out / name)
     with exclusive(folder):
-        done = execute(prepared.plan, prepared.source, prepared.spec, folder, jobs or default_jobs())
-        wrong = damaged_files(prepared.source.root, (row for label, row in done.items() if label.startswith("source:")))
-        if wrong:
-            folder.clear_work()  # the journal too: what was made of these files must be made again
-            raise damaged(prepared.source.root, wrong)
-        manifest = _manifest(prepared, folder, done)
-        write_atomic(out / name, [manifest_bytes(manifest)])
+        if not (out / name).is_file():  # another process may have ended since
+            runner = runner or local(jobs or default_jobs())
+            done = execute(prepared.plan, prepared.source, prepared.spec, folder, runner)
+            _check_read(prepared, folder, done)
+            write_atomic(out / name, [manifest_bytes(_manifest(prepared, folder, done))])
         folder.clear_work()
     return read_manifest(out / name)
+
+
+def _check_read(prepared: Prepared, folder: OutputFolder, done: dict[str, Done]) -> None:
+    """Refuse the result when a source of ours was read that differs from its own manifest."""
+    read = [row for label, row in done.items() if label.startswith("source:")]
+    wrong = damaged_files(prepared.source.root, read)
+    if wrong:
+        folder.clear_work()  # the journal too: what was made of these files must be made again
+        raise damaged(prepared.source.root, wrong)
+
+
+def open_output(prepared: Prepared, out: Path) -> OutputFolder:
+    """The output folder of a planned conversion, made or continued; `finished` once its manifest is there."""
+    sources = [prepared.source.root, *([prepared.spec.calibration] if prepared.spec.calibration else [])]
+    return prepare_output(
+        out, prepared.options, sources=sources, final=prepared.manifest_name, command="quantkit convert"
+    )
 
 
 def default_jobs() -> int:
@@ -255,4 +269,4 @@ def _record(file: str, tensor: PlannedTensor, place: WrittenTensor) -> TensorRec
     )
 
 
-__all__ = ["Form", "Location", "Prepared", "convert", "default_jobs", "prepare", "run"]
+__all__ = ["Form", "Location", "Prepared", "convert", "default_jobs", "open_output", "prepare", "run"]
