@@ -227,7 +227,7 @@ def run_model(model: str, args: Any) -> None:
     work = args.work / "accuracy" / model
     if args.small and model == DENSE:
         source = truncated(source, args.work / "accuracy" / f"{model}-4-layers", 4)
-    limit = 2 if args.small else args.windows
+    limit = args.windows or (2 if args.small else None)
     report = common.Report(f"accuracy-{model}", args.small, {"window": 512, "windows_limit": limit, "dtype": "float32"})
     report.data["peer_versions"] = peers.versions("llmcompressor") if model == DENSE and args.peers else {}
     made = [only(row, args.loader) for row in make(model, source, work, args)]
