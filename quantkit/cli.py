@@ -13,6 +13,7 @@ COMMANDS = {
     "convert": "quantkit.commands.convert",
     "inspect": "quantkit.commands.inspect",
     "merge": "quantkit.commands.merge",
+    "merge-manifest": "quantkit.commands.merge_manifest",
     "verify": "quantkit.commands.verify",
 }
 """Command -> module whose `command` implements it."""

@@ -189,6 +189,14 @@ def recorded_options(out: Path) -> Any:
         raise UsageError(f"{out / WORK_NAME / _OPTIONS} is unreadable: {error}", "give another folder") from error
 
 
+def recorded_digest(out: Path) -> str:
+    """`OutputFolder.options_digest` of what is recorded in `out`, "" when nothing is."""
+    try:
+        return hashlib.sha256((out / WORK_NAME / _OPTIONS).read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:
     """One line per key whose value differs, nested keys joined by dots."""
     if isinstance(old, dict) and isinstance(new, dict):

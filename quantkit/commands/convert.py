@@ -10,6 +10,8 @@ import click
 from quantkit.console import console, json_option, print_json
 
 if TYPE_CHECKING:
+    from quantkit.convert.execute import Runner
+    from quantkit.convert.parts import Part
     from quantkit.convert.run import Prepared
     from quantkit.spec.manifest import Manifest
     from quantkit.spec.mesh import Mesh
@@ -23,6 +25,8 @@ Examples:
   quantkit convert MODEL -o OUT --format sharded --tp 4 --ep 4
                                                       shards of 4 ranks for quantkit-runtime
   quantkit convert MODEL -o OUT --dry-run             show the plan, write nothing
+  quantkit convert MODEL -o OUT --part 3/16           third of 16 machines; `quantkit merge-manifest` ends it
+  quantkit convert MODEL -o OUT --ray HOST:6379       on the machines of a Ray cluster
 Killed or out of space: run the same command again, finished files are kept.
 """
 
@@ -65,6 +69,18 @@ Killed or out of space: run the same command again, finished files are kept.
     help="Order of the INT8 weights of a shard: plain, aiter_16x16 (gfx9xx) or marlin_k64 (DCU).",
 )
 @click.option("--jobs", type=click.IntRange(1), help="Processes; default: the cores, at most 8.")
+@click.option(
+    "--part",
+    metavar="i/n",
+    help="Do part i (from 1) of n and no manifest: one call for each machine, at the same time or not, with the same "
+    "MODEL, OUT and options on a file system that all share. After the last: quantkit merge-manifest.",
+)
+@click.option(
+    "--ray",
+    metavar="ADDRESS",
+    help="Do the work on a running Ray cluster whose machines see MODEL and OUT under the same paths: host:port of its "
+    "head, or auto. Call it on one of them. Needs quantkit[cluster] on all.",
+)
 @click.option("--max-shard-size", default="2GiB", show_default=True, help="Bound on a weight file: bytes, MB, MiB, ...")
 @click.option("--ignore-index", is_flag=True, help="Trust the files' headers instead of a stale index.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
@@ -79,15 +95,24 @@ def command(
     jobs: int | None,
     max_shard_size: str,
     ignore_index: bool,
+    part: str | None,
+    ray: str | None,
     dry_run: bool,
     as_json: bool,
     **mesh_options: Any,
 ) -> None:
-    """Convert the checkpoint MODEL to INT8."""
+    """Convert the checkpoint MODEL to INT8.
+
+    Several machines give the same bytes as one: with --part each does its share, with --ray a cluster does the work.
+    """
+    from quantkit.convert.parts import Part
     from quantkit.convert.run import prepare, run
     from quantkit.outdir import check_place
     from quantkit.recipe import load_recipe
 
+    _check_together(part, ray, jobs)
+    chosen = Part.parse(part) if part else None
+    runner = _cluster(ray)
     check_place(out, model)
     prepared = prepare(
         model,
@@ -104,8 +129,42 @@ def command(
     if dry_run:
         _show_plan(prepared, as_json)
         return
-    manifest = run(prepared, out, jobs or 0)
+    if chosen is not None:
+        _do_part(prepared, out, chosen, jobs or 0, as_json)
+        return
+    manifest = run(prepared, out, jobs or 0, runner=runner)
     _show_result(manifest, out, prepared, as_json)
+
+
+def _check_together(part: str | None, ray: str | None, jobs: int | None) -> None:
+    from quantkit.errors import UsageError
+
+    if part and ray:
+        raise UsageError("--part and --ray exclude each other", "a Ray cluster shares the work out itself")
+    if ray and jobs:
+        raise UsageError("--jobs and --ray exclude each other", "a Ray cluster does one file for each of its CPUs")
+
+
+def _cluster(address: str | None) -> Runner | None:
+    if address is None:
+        return None
+    from quantkit.convert.cluster import cluster
+
+    return cluster(address)
+
+
+def _do_part(prepared: Prepared, out: Path, part: Part, jobs: int, as_json: bool) -> None:
+    from quantkit.convert.parts import run_part
+
+    result = run_part(prepared, out, part, jobs)
+    if as_json:
+        summary = {"out": str(out), "part": str(part), "units": result.units, "bytes": result.nbytes}
+        print_json({**summary, "left": result.left})
+        return
+    shown = console()
+    shown.print(f"{out}: part {part} is done, {result.units:,} units, {result.nbytes:,} bytes", markup=False)
+    left = f"when the other parts are done ({result.left:,} units are left)" if result.left else "all parts are done"
+    shown.print(f"next: {left}: quantkit merge-manifest {out} --source {prepared.source.root}", markup=False)
 
 
 def _mesh(

@@ -1,0 +1,43 @@
+"""`quantkit merge-manifest`: the end of a conversion that several machines did in parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from quantkit.console import console, json_option, print_json
+
+_FOLDER = click.Path(path_type=Path)
+
+_EPILOG = """\b
+Example (Slurm, 16 machines, one shared file system):
+  sbatch --array=1-16 --wrap 'quantkit convert MODEL -o OUT --part $SLURM_ARRAY_TASK_ID/16'
+  quantkit merge-manifest OUT --source MODEL
+A part that was killed: run the same part again, finished files are kept.
+"""
+
+
+@click.command("merge-manifest", epilog=_EPILOG)
+@click.argument("out", type=_FOLDER)
+@click.option("--source", type=_FOLDER, required=True, help="The MODEL that the parts convert.")
+@click.option("--calibration", type=_FOLDER, help="As given to the parts.")
+@click.option("--ignore-index", is_flag=True, help="As given to the parts.")
+@json_option
+def command(out: Path, source: Path, calibration: Path | None, ignore_index: bool, as_json: bool) -> None:
+    """Write config, index and manifest of OUT once all parts of `quantkit convert --part i/n` are done.
+
+    All other options are those that OUT has recorded. The plan is made again from the headers of MODEL, every unit of
+    work is looked up, and the missing ones are listed by part (exit code 3). OUT then equals that of one machine, byte
+    for byte.
+    """
+    from quantkit.convert.parts import merge_manifest, prepare_recorded
+
+    prepared = prepare_recorded(out, source, calibration=calibration, ignore_index=ignore_index)
+    manifest = merge_manifest(prepared, out)
+    if as_json:
+        print_json({"out": str(out), "tensors": len(manifest.tensors), "options_digest": manifest.options_digest})
+        return
+    shown = console()
+    shown.print(f"{out}: {manifest.form} of {len(manifest.tensors):,} tensors, all parts are there", markup=False)
+    shown.print(f"next: quantkit verify {out} --source {source}", markup=False)
