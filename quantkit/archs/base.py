@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantkit.archs.dims import DIM_KEYS, Dims, read_dims, text_config
+from quantkit.archs.optional import When
 from quantkit.archs.roles import ROLES, Key, Kind, Role
 from quantkit.archs.rules import (
     DEFAULT_LAYER_RULES,
@@ -53,6 +54,10 @@ class Architecture:
         float32_parameters: roles that the model needs in float32 whatever dtype it is built with.
         carried_state: what a decoder layer hands to the next one beside the hidden states: keyword argument of the
             next layer -> position in this layer's output tuple. Streaming layer by layer must carry it along.
+        optional: tensors that only some configs promise, beside `DEFAULT_OPTIONAL` (a row here wins): name -> conditions
+            of which one must hold.
+        window_pattern: every n-th layer attends to everything where the config gives a window and no list of layers;
+            0: none does.
         class_of: model_type -> the one under which transformers has this very model.
         notes: why each exception above exists.
     """
@@ -73,6 +78,8 @@ class Architecture:
     gate_up_interleaved: bool = False
     float32_parameters: tuple[str, ...] = ("router.correction",)
     carried_state: Mapping[str, int] = field(default_factory=dict)
+    optional: Mapping[str, tuple[When, ...]] = field(default_factory=dict)
+    window_pattern: int = 0
     class_of: Mapping[str, str] = field(default_factory=dict)
     notes: str = ""
 

@@ -1,6 +1,7 @@
 """DeepSeek-V2/V3/V3.2 and Kimi-K2: latent attention, group-limited router, shared experts, first layers dense."""
 
 from quantkit.archs.base import Architecture
+from quantkit.archs.optional import ALWAYS, MTP_COPIES, When
 from quantkit.archs.rules import DRAFT_LAYER_RULES
 
 ARCHITECTURE = Architecture(
@@ -13,6 +14,12 @@ ARCHITECTURE = Architecture(
         "self_attn.indexer.wk": "indexer.k",
         "self_attn.indexer.k_norm": "indexer.k_norm",
         "self_attn.indexer.weights_proj": "indexer.weights",
+    },
+    optional={
+        "router.correction": (When("topk_method", ("noaux_tc",), default="noaux_tc"),),  # V2 has none
+        "indexer.k_norm:bias": ALWAYS,
+        "indexer.weights": ALWAYS,
+        MTP_COPIES: ALWAYS,
     },
     opaque_prefixes={"mm_projector": "vision"},  # Kimi-K2.5
     class_of={"kimi_k2": "deepseek_v3"},

@@ -100,6 +100,13 @@ DIM_KEYS: Mapping[str, tuple[str, ...]] = {
 """Field of `Dims` -> config keys, the first that is present counts; a dot leads into a nested object."""
 
 
+MAX_SIZE = 2**31 - 1
+"""Bound on every size of a config: far above any model, far below what a damaged digit can make of one."""
+
+MAX_COUNTS: Mapping[str, int] = {"layers": 10_000, "experts": 100_000}
+"""Tighter bounds on what lists and messages are made for, one by one."""
+
+
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part of a config.json: `text_config` of a multi-modal model, else all of it."""
     nested = config.get("text_config")
@@ -117,21 +124,24 @@ def read_dims(
     """Sizes from a parsed config.json; the keyword arguments are those of `Architecture`.
 
     Raises:
-        InputError: a key that every decoder needs is missing; all of them are listed.
+        InputError: a key that every decoder needs is missing, or a size is no whole number; all of them are listed.
     """
     text = text_config(config)
-    found = {name: int(_value(text, keys[name])) for name in keys}
+    widths = {"head_dim": ("head_dim",), "v_head_dim": ("v_head_dim",)}
+    widths["shared_width"] = (*filter(None, (shared_width,)), "shared_expert_intermediate_size")
+    found = _sizes(text, {**keys, **widths})
     missing = [keys[name][0] for name in ("layers", "hidden", "vocab", "heads") if not found[name]]
     if missing:
         raise InputError(f"config.json lacks {', '.join(missing)}", "check that this folder holds a decoder model")
     is_mla = found["kv_lora_rank"] > 0
     nope_rope = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
-    head_dim = nope_rope if is_mla else int(text.get("head_dim") or found["hidden"] // found["heads"])
-    v_head_dim = int(text.get("v_head_dim") or head_dim) if is_mla else head_dim
+    own_head_dim, own_v_head_dim = found.pop("head_dim"), found.pop("v_head_dim")
+    head_dim = nope_rope if is_mla else own_head_dim or found["hidden"] // found["heads"]
+    v_head_dim = (own_v_head_dim or head_dim) if is_mla else head_dim
     if found["experts"] and not found["moe_intermediate"]:
         found["moe_intermediate"] = found["intermediate"]
     shared_experts = found.pop("shared_experts")
-    width = int(_value(text, (shared_width, "shared_expert_intermediate_size")))
+    width = found.pop("shared_width")
     return Dims(
         **found,
         head_dim=head_dim,
@@ -142,11 +152,34 @@ def read_dims(
     )
 
 
-def _value(text: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
+def _sizes(text: Mapping[str, Any], keys: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
+    """Value of each field, 0 where the config has none; transformers takes no text for a number either."""
+    values = {name: (*_value(text, keys[name]), MAX_COUNTS.get(name, MAX_SIZE)) for name in keys}
+    wrong = [
+        f"{key}: {str(value)[:40]!r} is no whole number from 0 to {most:,}"
+        for key, value, most in values.values()
+        if not _is_size(value, most)
+    ]
+    if wrong:
+        raise InputError(
+            f"config.json gives {len(wrong)} sizes that cannot be",
+            "copy or download config.json again, or correct what is listed",
+            items=list(dict.fromkeys(wrong)),
+        )
+    return {name: int(value) for name, (_, value, _) in values.items()}
+
+
+def _is_size(value: Any, most: int) -> bool:
+    whole = type(value) is int or (isinstance(value, float) and value.is_integer())
+    return whole and 0 <= value <= most
+
+
+def _value(text: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str, Any]:
+    """The first key that is present, and its value; "" and 0 when none is."""
     for key in keys:
         value: Any = text
         for field in key.split("."):
             value = value.get(field) if isinstance(value, Mapping) else None
         if value is not None:
-            return value
-    return 0
+            return key, value
+    return "", 0

@@ -1,6 +1,7 @@
 """MiniMax-M3: the text model inside a vision-language checkpoint; sparse attention by blocks, (1 + w) norms."""
 
 from quantkit.archs.base import Architecture
+from quantkit.archs.optional import ALWAYS
 from quantkit.archs.roles import Kind, Residual, Role, Split
 
 ARCHITECTURE = Architecture(
@@ -34,6 +35,12 @@ ARCHITECTURE = Architecture(
             column="attention",
             residual=Residual.IN,
         ),
+    },
+    optional={
+        "attn.q_norm": ALWAYS,
+        "attn.k_norm": ALWAYS,
+        "indexer.q_norm": ALWAYS,
+        "router.correction": ALWAYS,
     },
     dim_keys={
         "intermediate": ("dense_intermediate_size",),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quantkit.archs.base import Architecture, Dims
 from quantkit.archs.registry import architecture_for
 from quantkit.archs.roles import Key
-from quantkit.errors import InputError
+from quantkit.errors import InputError, first_line
 from quantkit.spec.index import read_json
 
 
@@ -39,13 +39,12 @@ def load_config(root: Path, *, trust_remote_code: bool = False) -> Any:
             config = AutoConfig.for_model(same_as, **known)
         else:
             config = AutoConfig.from_pretrained(root, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError) as error:
-        first_line = str(error).strip().splitlines()[0]
+        config = config.get_text_config()
+    except Exception as error:  # each config class has checks of its own, with whatever errors those raise
         raise InputError(
-            f"transformers cannot read {root / 'config.json'}: {first_line}",
-            "install a transformers that knows this model type",
+            f"transformers cannot read {root / 'config.json'}: {first_line(error)}",
+            "install a transformers that knows this model type, or correct the config",
         ) from error
-    config = config.get_text_config()
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config

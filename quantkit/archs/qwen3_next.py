@@ -1,6 +1,7 @@
 """Qwen3-Next and Qwen3.5: linear attention in most layers, gated attention in the rest, (1 + w) norms."""
 
 from quantkit.archs.base import Architecture
+from quantkit.archs.optional import ALWAYS
 
 ARCHITECTURE = Architecture(
     name="qwen3_next",
@@ -15,6 +16,11 @@ ARCHITECTURE = Architecture(
         "linear_attn.in_proj_a": "linear_attn.a",
         "linear_attn.out_proj": "linear_attn.o",
         "linear_attn.**": "linear_attn",
+    },
+    optional={
+        "attn.q_norm": ALWAYS,
+        "attn.k_norm": ALWAYS,
+        "shared.router": ALWAYS,
     },
     query_gate=True,
     norm_offset=1.0,

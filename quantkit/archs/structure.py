@@ -1,0 +1,107 @@
+"""What each decoder layer of a config is: attention over everything, over a window or linear; experts or one MLP.
+
+Configs spell the same fact in several ways; every spelling is read here, once. Without a spelling all layers are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from quantkit.archs.base import Architecture
+from quantkit.archs.dims import Dims, text_config
+
+_PLAIN_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "linear_attention"})
+
+
+class Layer(NamedTuple):
+    """One decoder layer.
+
+    Attributes:
+        attention: "full", "window" (the last `window` positions) or "linear" (a state of fixed size).
+        window: positions of a windowed layer, else 0.
+        indexed: has an indexer, whose keys are cached too.
+        moe: has routed experts.
+    """
+
+    attention: Literal["full", "window", "linear"]
+    window: int
+    indexed: bool
+    moe: bool
+
+
+def layers_of(arch: Architecture, dims: Dims, config: Mapping[str, Any]) -> tuple[Layer, ...]:
+    """The decoder layers of a parsed config.json, draft layers not among them."""
+    text = text_config(config)
+    types = _attention_types(arch, dims, text)
+    window = int(text.get("sliding_window") or 0)
+    found = []
+    for index, kind in enumerate(types):
+        attention: Literal["full", "window", "linear"] = "full"
+        if kind == "linear_attention":
+            attention = "linear"
+        elif kind in ("sliding_attention", "chunked_attention") and window:
+            attention = "window"
+        found.append(
+            Layer(
+                attention,
+                window if attention == "window" else 0,
+                _is_indexed(dims, text, index),
+                bool(dims.experts) and _is_moe(text, index),
+            )
+        )
+    return tuple(found)
+
+
+def draft_layers(config: Mapping[str, Any]) -> int:
+    """Multi-token-prediction layers that lie beyond the last one in published checkpoints."""
+    text = text_config(config)
+    return int(text.get("num_nextn_predict_layers") or 0)
+
+
+def _attention_types(arch: Architecture, dims: Dims, text: Mapping[str, Any]) -> list[str]:
+    listed = text.get("layer_types")
+    if isinstance(listed, list) and len(listed) == dims.layers:
+        return [str(kind) for kind in listed]
+    if text.get("linear_num_value_heads"):
+        interval = int(text.get("full_attention_interval") or 4)
+        return [("full" if (index + 1) % interval == 0 else "linear") + "_attention" for index in range(dims.layers)]
+    if not text.get("sliding_window") or text.get("use_sliding_window") is False:
+        return ["full_attention"] * dims.layers
+    pattern = int(text.get("sliding_window_pattern") or arch.window_pattern)
+    return [
+        "full_attention" if pattern and (index + 1) % pattern == 0 else "sliding_attention"
+        for index in range(dims.layers)
+    ]
+
+
+def _is_indexed(dims: Dims, text: Mapping[str, Any], index: int) -> bool:
+    if not dims.index_head_dim:
+        return False
+    own, types = text.get("indexer_types"), text.get("layer_types")
+    sparse = text.get("sparse_attention_config")
+    frequencies = sparse.get("sparse_attention_freq") if isinstance(sparse, Mapping) else None
+    if isinstance(own, list) and len(own) > index:
+        return bool(own[index] == "full")
+    if isinstance(types, list) and len(types) > index:
+        return str(types[index]) not in _PLAIN_TYPES
+    if isinstance(frequencies, list) and len(frequencies) > index:
+        return bool(frequencies[index])
+    return True
+
+
+def _is_moe(text: Mapping[str, Any], index: int) -> bool:
+    types, every = text.get("mlp_layer_types"), text.get("moe_layer_freq")
+    if isinstance(types, list) and len(types) > index:
+        return bool(types[index] == "sparse")
+    if isinstance(every, list) and len(every) > index:
+        return bool(every[index])
+    if index in (text.get("mlp_only_layers") or ()):
+        return False
+    first = int(text.get("first_k_dense_replace") or text.get("moe_layer_start_index") or 0)
+    last = text.get("moe_layer_end_index")
+    if index < first or (isinstance(last, int) and 0 <= last < index):
+        return False
+    interval = int(every or text.get("moe_layer_interval") or 1)
+    step = int(text.get("decoder_sparse_step") or 1)
+    return (index + 1) % step == 0 and (index % interval == 0 if every else (index + 1) % interval == 0)
