@@ -30,12 +30,23 @@ def scale_from_absmax(absmax: Tensor) -> Tensor:
 
 def channel_scales(w_NK: Tensor) -> Tensor:
     """Per-output-channel scales of a weight `[..., N, K]` -> float32 `[..., N, 1]`."""
-    return scale_from_absmax(w_NK.abs().amax(dim=-1, keepdim=True))
+    # two passes that only read are faster than writing and reading |w|; NaN and infinity survive both
+    low, high = w_NK.amin(dim=-1, keepdim=True), w_NK.amax(dim=-1, keepdim=True)
+    return scale_from_absmax(torch.maximum(high, -low))
 
 
 def quantize(x: Tensor, scale: Tensor) -> Tensor:
     """Quantize `x` with a float32 `scale` that broadcasts against it -> int8 of x's shape."""
-    return torch.round(x.float() / scale).clamp_(-QMAX, QMAX).to(torch.int8)
+    return _rounded(x.float() / scale)
+
+
+def quantize_scratch(x: Tensor, scale: Tensor) -> Tensor:
+    """As `quantize`, on a float32 `x` that the caller gives up: its values are overwritten."""
+    return _rounded(x.div_(scale))
+
+
+def _rounded(quotient: Tensor) -> Tensor:
+    return quotient.round_().clamp_(-QMAX, QMAX).to(torch.int8)
 
 
 def dequantize(q: Tensor, scale: Tensor) -> Tensor:

@@ -123,6 +123,9 @@ class OpenFiles:
             while self._open:
                 os.close(self._open.popitem()[1])
 
+    def __del__(self) -> None:
+        self.close()
+
 
 class Source:
     """A checkpoint folder by key.

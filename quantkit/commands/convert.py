@@ -68,7 +68,7 @@ Killed or out of space: run the same command again, finished files are kept.
     show_default=True,
     help="Order of the INT8 weights of a shard: plain, aiter_16x16 (gfx9xx) or marlin_k64 (DCU).",
 )
-@click.option("--jobs", type=click.IntRange(1), help="Processes; default: the cores, at most 8.")
+@click.option("--jobs", type=click.IntRange(1), help="Threads; default: the cores, at most 8.")
 @click.option(
     "--part",
     metavar="i/n",
@@ -81,7 +81,7 @@ Killed or out of space: run the same command again, finished files are kept.
     help="Do the work on a running Ray cluster whose machines see MODEL and OUT under the same paths: host:port of its "
     "head, or auto. Call it on one of them. Needs quantkit[cluster] on all.",
 )
-@click.option("--max-shard-size", default="2GiB", show_default=True, help="Bound on a weight file: bytes, MB, MiB, ...")
+@click.option("--max-shard-size", default="1GiB", show_default=True, help="Bound on a weight file: bytes, MB, MiB, ...")
 @click.option("--ignore-index", is_flag=True, help="Trust the files' headers instead of a stale index.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @json_option

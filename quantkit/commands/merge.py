@@ -17,7 +17,7 @@ Example:
 @click.command("merge", epilog=_EPILOG)
 @click.argument("shards", type=click.Path(path_type=Path))
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="New folder, outside SHARDS.")
-@click.option("--jobs", type=click.IntRange(1), help="Processes; default: the cores, at most 8.")
+@click.option("--jobs", type=click.IntRange(1), help="Threads; default: the cores, at most 8.")
 @json_option
 def command(shards: Path, out: Path, jobs: int | None, as_json: bool) -> None:
     """Merge the rank shards of a folder into a checkpoint that engines load, bit for bit.

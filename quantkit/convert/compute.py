@@ -7,6 +7,7 @@ float32; one expert's matrix where experts are stacked.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from quantkit.archs import Key
 from quantkit.archs.assemble import Location, assemble
-from quantkit.arithmetic import SCALE_FLOOR, channel_scales, quantize
+from quantkit.arithmetic import SCALE_FLOOR, channel_scales, quantize_scratch
 from quantkit.checkpoint.formats import int8_channel
 from quantkit.checkpoint.reader import OpenFiles, Source
 from quantkit.convert.units import How, PlannedTensor, Zeros
@@ -23,21 +24,28 @@ from quantkit.errors import InputError
 from quantkit.spec.calibration import SCALES_NAME
 from quantkit.spec.tensorfile import read_header, torch_dtype
 
-READ_ELEMENTS = 8 << 20
-"""Values read at once: 16 MiB of bf16."""
+READ_ELEMENTS = 2 << 20
+"""Values read at once: 4 MiB of bf16."""
 
 ROUND_ELEMENTS = 1 << 18
 """Values quantized at once: 1 MiB of float32, so that every pass of the arithmetic stays in the cache."""
 
 
+class _Last(threading.local):
+    """The scales that a thread used last."""
+
+    key: Key | None = None
+    scale: Tensor
+
+
 class CalibratedScales:
-    """Weight scales of a calibration artifact, by key."""
+    """Weight scales of a calibration artifact, by key. Thread-safe."""
 
     def __init__(self, folder: Path, source: Source) -> None:
         self._source = source
         self._infos = read_header(folder / SCALES_NAME).tensors
         self._files = OpenFiles(folder)
-        self._last: tuple[Key, Tensor] | None = None
+        self._last = _Last()
 
     def has(self, key: Key) -> bool:
         return key.shard_name in self._infos
@@ -54,10 +62,11 @@ class CalibratedScales:
         key = piece.key.with_part("weight_scale")
         if piece.slot is not None:
             key = key._replace(expert=piece.slot)
-        if self._last is None or self._last[0] != key:
-            whole = assemble(self._source.arch, self._source.dims, key, self.has, self._fetch)
-            self._last = key, whole
-        scale = self._last[1][rows[0] : rows[1]]
+        last = self._last
+        if last.key != key:
+            last.scale = assemble(self._source.arch, self._source.dims, key, self.has, self._fetch)
+            last.key = key
+        scale = last.scale[rows[0] : rows[1]]
         if scale.shape != (rows[1] - rows[0], 1) or scale.dtype != torch.float32:
             raise InputError(f"{key.shard_name} in the calibration has shape {list(scale.shape)} {scale.dtype}")
         if not bool((scale.isfinite() & (scale >= SCALE_FLOOR)).all()):
@@ -114,14 +123,17 @@ class Producer:
             yield from self._passed_through(piece)
             return
         for (first, _), w_NK in self._rows(piece):
-            for start in range(0, len(w_NK), step := max(1, ROUND_ELEMENTS // w_NK.shape[-1])):
-                part = w_NK[start : start + step].float()
+            step = max(1, ROUND_ELEMENTS // w_NK.shape[-1])
+            scratch = torch.empty(min(step, len(w_NK)), w_NK.shape[-1])
+            for start in range(0, len(w_NK), step):
+                rows = w_NK[start : start + step]
+                part = scratch[: len(rows)].copy_(rows)
                 scale = channel_scales(part)
                 if not bool(scale.isfinite().all()):
                     raise self._not_finite(piece, scale, first + start)
                 if self._calibrated is not None:
                     scale = self._calibrated.rows(piece, (first + start, first + start + len(part)))
-                yield quantize(part, scale), scale
+                yield quantize_scratch(part, scale), scale
 
     def _passed_through(self, piece: Location) -> Iterator[tuple[Tensor, Tensor]]:
         entry = self._source.entries[piece.key]

@@ -1,4 +1,7 @@
-"""Carry out a plan: one file is one unit of work, done by N processes, each finished one noted in a journal.
+"""Carry out a plan: one file is one unit of work, done by N threads, each finished one noted in a journal.
+
+Threads are enough: reading, arithmetic, hashing and writing all release the interpreter lock (it is held for about a
+twentieth of the time), and they share one torch and one plan. `--part` and `--ray` add processes.
 
 The journal entry of a file is written after the file itself has its final name, so a crash at any moment repeats at
 most the files in hand. Source files are hashed by the same workers right after the files that read them, when their
@@ -7,16 +10,12 @@ bytes are still cached.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import json
-import multiprocessing
-import os
 import shutil
-import signal
-import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -75,7 +74,7 @@ Runner = Callable[[list[Job], SourceSpec, Source, OutputFolder], Iterator[tuple[
 
 
 def local(jobs: int) -> Runner:
-    """The runner of this machine, with N processes."""
+    """The runner of this machine, with N threads."""
     return lambda rest, spec, source, out: _run_all(rest, spec, source, out.path, jobs)
 
 
@@ -204,48 +203,31 @@ def run_job(
 
 
 def _run_all(jobs: list[Job], spec: SourceSpec, source: Source, out: Path, workers: int) -> Iterator[tuple[Job, Done]]:
-    if workers <= 1 or len(jobs) <= 1:
-        scales = CalibratedScales(spec.calibration, source) if spec.calibration else None
-        for job in jobs:
-            yield job, run_job(job, source, scales, out, lambda _: None)
-        return
-    context = multiprocessing.get_context("spawn")
-    count = min(workers, len(jobs))
-    with ProcessPoolExecutor(count, context, _start_worker, (spec, out, os.getpid())) as pool:
-        futures: dict[Future[Done], Job] = {pool.submit(_work, job): job for job in jobs}
+    scales = CalibratedScales(spec.calibration, source) if spec.calibration else None
+    stop = threading.Event()
+
+    def go_on(_: int) -> None:
+        if stop.is_set():
+            raise CancelledError
+
+    with _one_thread_each(), ThreadPoolExecutor(max(1, workers), "convert") as pool:
+        futures: dict[Future[Done], Job] = {pool.submit(run_job, job, source, scales, out, go_on): job for job in jobs}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
-        except BrokenProcessPool as error:
-            raise QuantkitError(
-                "a worker process was killed, most likely for want of memory",
-                "run the same command again with a smaller --jobs; finished files are kept",
-            ) from error
-        finally:
+        finally:  # a unit failed, or the caller was interrupted: the units in hand end at once
+            stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-_state: tuple[Source, CalibratedScales | None, Path] | None = None
-"""Of a worker process: set once when it starts."""
-
-
-def _start_worker(spec: SourceSpec, out: Path, parent: int) -> None:
-    """Open the source, and make sure that this process does not outlive a parent that is killed."""
+@contextlib.contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """The units run side by side, so torch must not divide each of their many small operations as well."""
     import torch
 
-    global _state
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    source = spec.open()
-    _state = source, CalibratedScales(spec.calibration, source) if spec.calibration else None, out
-
-
-def _work(job: Job) -> Done:
-    assert _state is not None
-    source, scales, out = _state
-    return run_job(job, source, scales, out, lambda _: None)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

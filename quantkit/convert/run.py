@@ -112,7 +112,7 @@ def convert(
         calibration: artifact whose scales are used; None computes them from the weights.
         form: "checkpoint" (compressed-tensors, for engines) or "sharded" (for the runtime).
         mesh: of the sharded form, one rank when None.
-        jobs: processes; 0 means the number of cores, at most 8.
+        jobs: threads; 0 means the number of cores, at most 8.
         max_shard_bytes: bound on the data of one file.
         ignore_index: trust the files' headers instead of a stale index.
         layout: row of `spec.layout.LAYOUTS` in which the INT8 weights of the sharded form are packed.
@@ -135,7 +135,7 @@ def convert(
 
 
 def run(prepared: Prepared, out: Path, jobs: int = 0, *, runner: Runner | None = None) -> Manifest:
-    """Carry out a planned conversion, by `jobs` processes of this machine or by another `runner`."""
+    """Carry out a planned conversion, by `jobs` threads of this machine or by another `runner`."""
     name = prepared.manifest_name
     folder = open_output(prepared, out)
     if folder.finished:
