@@ -178,6 +178,18 @@ def is_quantized(arch: Architecture, recipe: Recipe, weight: Weight) -> bool:
     return recipe.scheme_for(arch, weight.key, weight.payload.name).is_int8
 
 
+def canonical_shape(arch: Architecture, weight: Weight) -> tuple[int, ...]:
+    """`[N, K]` of a weight, `[N]` of a bias; the expert dimension of stacked ones is left out."""
+    shape = weight.shape
+    role = arch.role(weight.key.role)
+    if role.kind is Kind.VECTOR:
+        return (math.prod(shape),)  # a correction bias may be stored as [1, E]
+    if role.per_expert and weight.key.expert is None:
+        shape = shape[1:]
+        return shape[::-1] if arch.experts_transposed and "weight" in weight.parts else shape
+    return shape or (1,)
+
+
 def output_nbytes(weight: Weight, int8: bool) -> int:
     """Bytes after the conversion: one per value and a float32 scale per output channel, or as it is.
 

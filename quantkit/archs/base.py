@@ -54,8 +54,8 @@ class Architecture:
         float32_parameters: roles that the model needs in float32 whatever dtype it is built with.
         carried_state: what a decoder layer hands to the next one beside the hidden states: keyword argument of the
             next layer -> position in this layer's output tuple. Streaming layer by layer must carry it along.
-        optional: tensors that only some configs promise, beside `DEFAULT_OPTIONAL` (a row here wins): name -> conditions
-            of which one must hold.
+        optional: tensors that only some configs promise: name -> conditions of which one must hold, beside
+            `DEFAULT_OPTIONAL` (a row here wins).
         window_pattern: every n-th layer attends to everything where the config gives a window and no list of layers;
             0: none does.
         class_of: model_type -> the one under which transformers has this very model.

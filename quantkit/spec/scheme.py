@@ -40,6 +40,11 @@ SCHEMES: Mapping[str, Scheme] = {
 }
 
 
+def group_size_for(k: int, preferred: int = 128) -> int:
+    """The largest divisor of `k` that is at most `preferred`: 128 where it divides, else what does."""
+    return next(size for size in range(min(preferred, k), 0, -1) if k % size == 0)
+
+
 def quantization_config(ignore: list[str]) -> dict[str, Any]:
     """`quantization_config` of config.json for w8a8 in the compressed-tensors ``int-quantized`` form.
 
