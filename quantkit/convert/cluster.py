@@ -12,6 +12,7 @@ import logging
 import platform
 import re
 import shutil
+import socket
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from quantkit.outdir import WORK_NAME, OutputFolder, recorded_digest
 _ATTEMPTS = 5
 """Of a unit whose machines die one after the other; more of them hint at the unit: it may not fit in memory."""
 _ATTEMPT = "attempt-"
+_SECONDS_TO_ANSWER = 10
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ def cluster(address: str) -> Runner:
     ray = _import_ray()
     if address != "auto" and not re.fullmatch(r"[^/\s]+:\d+", address):
         raise UsageError(f"--ray {address!r} is no address of a cluster", "give host:port of its head, or auto")
+    if address != "auto":
+        _check_answers(address)
 
     def runner(rest: list[Job], spec: SourceSpec, source: Source, out: OutputFolder) -> Iterator[tuple[Job, Done]]:
         if not rest:
@@ -76,17 +80,30 @@ def _import_ray() -> Any:
         raise UsageError("--ray needs Ray, which is not installed", "pip install 'quantkit[cluster]'") from error
 
 
+def _check_answers(address: str) -> None:
+    """Fail at once where nothing listens; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_SECONDS_TO_ANSWER).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, str(error)) from error
+
+
 def _connect(ray: Any, address: str) -> None:
     host = address.rpartition(":")[0]
     loopback = {"_node_ip_address": host} if host.startswith("127.") else {}
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **loopback)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UsageError(
-            f"no Ray cluster at {address}: {str(error).strip().splitlines()[0]}",
-            "start one (`ray start --head`, then `ray start --address=HOST:PORT` on each machine), and call quantkit "
-            "on one of its machines",
-        ) from error
+        raise _no_cluster(address, str(error).strip().splitlines()[0]) from error
+
+
+def _no_cluster(address: str, reason: str) -> UsageError:
+    return UsageError(
+        f"no Ray cluster at {address}: {reason}",
+        "start one (`ray start --head`, then `ray start --address=HOST:PORT` on each machine), and call quantkit "
+        "on one of its machines",
+    )
 
 
 def _run_all(ray: Any, jobs: list[Job], work: Work) -> Iterator[tuple[Job, Done]]:
@@ -127,7 +144,7 @@ def _unit(job: Job, work: Work) -> Done:
     """Do one unit of work in a worker process of the cluster."""
     import torch
 
-    _check_machine(work)
+    check_machine(work)
     torch.set_num_threads(1)
     if work.options_digest not in _opened:
         opened = work.spec.open()
@@ -148,7 +165,7 @@ def _unit(job: Job, work: Work) -> Done:
     return done
 
 
-def _check_machine(work: Work) -> None:
+def check_machine(work: Work) -> None:
     """A machine that sees another folder, or has another version, must not write one byte."""
     where = f"machine {platform.node()} of the cluster"
     if __version__ != work.tool_version:
