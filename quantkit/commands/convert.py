@@ -10,6 +10,8 @@ import click
 from quantkit.console import console, json_option, print_json
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from quantkit.convert.execute import Runner
     from quantkit.convert.parts import Part
     from quantkit.convert.run import Prepared
@@ -81,6 +83,15 @@ Killed or out of space: run the same command again, finished files are kept.
     help="Do the work on a running Ray cluster whose machines see MODEL and OUT under the same paths: host:port of its "
     "head, or auto. Call it on one of them. Needs quantkit[cluster] on all.",
 )
+@click.option(
+    "--sign-key",
+    "--sign",
+    metavar="KEY",
+    type=_FOLDER,
+    help="Sign the result with this private key (PEM, elliptic curve P-256, P-384 or P-521): model.sig beside the "
+    "manifest, checked by `quantkit verify --public-key`. Every other file is the same without it; an ECDSA signature "
+    "itself is never twice the same. Needs quantkit[sign].",
+)
 @click.option("--max-shard-size", default="1GiB", show_default=True, help="Bound on a weight file: bytes, MB, MiB, ...")
 @click.option("--ignore-index", is_flag=True, help="Trust the files' headers instead of a stale index.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
@@ -97,6 +108,7 @@ def command(
     ignore_index: bool,
     part: str | None,
     ray: str | None,
+    sign_key: Path | None,
     dry_run: bool,
     as_json: bool,
     **mesh_options: Any,
@@ -110,9 +122,10 @@ def command(
     from quantkit.outdir import check_place
     from quantkit.recipe import load_recipe
 
-    _check_together(part, ray, jobs)
+    _check_together(part, ray, jobs, sign_key)
     chosen = Part.parse(part) if part else None
     runner = _cluster(ray)
+    sign = _signer(sign_key)
     check_place(out, model)
     prepared = prepare(
         model,
@@ -133,11 +146,16 @@ def command(
         _do_part(prepared, out, chosen, jobs or 0, as_json)
         return
     manifest = run(prepared, out, jobs or 0, runner=runner)
+    if sign is not None:
+        sign(out)
     _show_result(manifest, out, prepared, as_json)
 
 
-def _check_together(part: str | None, ray: str | None, jobs: int | None) -> None:
+def _check_together(part: str | None, ray: str | None, jobs: int | None, sign_key: Path | None) -> None:
     from quantkit.errors import UsageError
+
+    if part and sign_key:
+        raise UsageError("--part and --sign-key exclude each other", "a part is no result yet: sign in merge-manifest")
 
     if part and ray:
         raise UsageError("--part and --ray exclude each other", "a Ray cluster shares the work out itself")
@@ -151,6 +169,15 @@ def _cluster(address: str | None) -> Runner | None:
     from quantkit.convert.cluster import cluster
 
     return cluster(address)
+
+
+def _signer(key: Path | None) -> Callable[[Path], Path] | None:
+    """Loads the key, so that a wrong one is told before hours of work."""
+    if key is None:
+        return None
+    from quantkit.convert.signing import signer
+
+    return signer(key)
 
 
 def _do_part(prepared: Prepared, out: Path, part: Part, jobs: int, as_json: bool) -> None:

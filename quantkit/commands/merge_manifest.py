@@ -23,8 +23,11 @@ A part that was killed: run the same part again, finished files are kept.
 @click.option("--source", type=_FOLDER, required=True, help="The MODEL that the parts convert.")
 @click.option("--calibration", type=_FOLDER, help="As given to the parts.")
 @click.option("--ignore-index", is_flag=True, help="As given to the parts.")
+@click.option("--sign-key", "--sign", metavar="KEY", type=_FOLDER, help="As in `quantkit convert`.")
 @json_option
-def command(out: Path, source: Path, calibration: Path | None, ignore_index: bool, as_json: bool) -> None:
+def command(
+    out: Path, source: Path, calibration: Path | None, ignore_index: bool, sign_key: Path | None, as_json: bool
+) -> None:
     """Write config, index and manifest of OUT once all parts of `quantkit convert --part i/n` are done.
 
     All other options are those that OUT has recorded. The plan is made again from the headers of MODEL, every unit of
@@ -32,9 +35,13 @@ def command(out: Path, source: Path, calibration: Path | None, ignore_index: boo
     for byte.
     """
     from quantkit.convert.parts import merge_manifest, prepare_recorded
+    from quantkit.convert.signing import signer
 
+    sign = signer(sign_key) if sign_key is not None else None
     prepared = prepare_recorded(out, source, calibration=calibration, ignore_index=ignore_index)
     manifest = merge_manifest(prepared, out)
+    if sign is not None:
+        sign(out)
     if as_json:
         print_json({"out": str(out), "tensors": len(manifest.tensors), "options_digest": manifest.options_digest})
         return

@@ -17,6 +17,7 @@ Examples:
   quantkit verify OUT                    checksums, names, index, config
   quantkit verify OUT --source MODEL     also every weight against the source
   quantkit verify OUT --quick            sizes and headers only
+  quantkit verify OUT --public-key K.pub also that it was signed with this key
 """
 
 _SHOWN = 20
@@ -27,13 +28,20 @@ _SHOWN = 20
 @click.option("--source", type=click.Path(path_type=Path), help="The model that it was converted from.")
 @click.option("--quick", is_flag=True, help="Names, sizes and headers only; no data is read.")
 @click.option("--jobs", type=click.IntRange(1), help="Threads; default: the cores, at most 8.")
+@click.option(
+    "--public-key",
+    type=click.Path(path_type=Path),
+    help="PEM file of an elliptic-curve key: FOLDER must be signed with its private half. Needs quantkit[sign].",
+)
 @json_option
-def command(folder: Path, source: Path | None, quick: bool, jobs: int | None, as_json: bool) -> None:
+def command(
+    folder: Path, source: Path | None, quick: bool, jobs: int | None, public_key: Path | None, as_json: bool
+) -> None:
     """Verify the converted FOLDER. Exit code 4 if any check fails, with every failure named."""
     from quantkit.convert.run import default_jobs
     from quantkit.convert.verify import verify
 
-    report = verify(folder, source=source, quick=quick, jobs=jobs or default_jobs())
+    report = verify(folder, source=source, quick=quick, jobs=jobs or default_jobs(), public_key=public_key)
     if as_json:
         print_json({**report.model_dump(mode="json"), "passed": report.passed})
     else:

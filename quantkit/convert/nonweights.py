@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quantkit.outdir import WORK_NAME
-from quantkit.spec.manifest import CHECKPOINT_NAME, SHARDED_NAME, Dropped, read_manifest
+from quantkit.spec.manifest import CHECKPOINT_NAME, SHARDED_NAME, SIGNATURE_NAME, Dropped, read_manifest
 
 _WEIGHT_SUFFIXES = (
     ".safetensors",
@@ -66,6 +66,8 @@ def _rule(root: Path, name: str) -> str:
         return "weights that the index does not name" if name.endswith(".safetensors") else "weights in another format"
     if name in (CHECKPOINT_NAME, SHARDED_NAME) and _is_manifest(root / name):
         return "manifest of the conversion that made the source"
+    if name == SIGNATURE_NAME:
+        return "signature of the source, not of what is made of it"
     if not (root / name).is_file():
         return "not a readable file"
     return ""
@@ -83,4 +85,4 @@ def _is_manifest(path: Path) -> bool:
 
 def is_ours(name: str) -> bool:
     """Whether a name in an output folder belongs to the machinery and not to the result."""
-    return name.split("/", 1)[0] == WORK_NAME
+    return name.split("/", 1)[0] == WORK_NAME or name == SIGNATURE_NAME

@@ -23,12 +23,13 @@ from quantkit.convert.coverage import check_coverage, written_parameters
 from quantkit.convert.hashing import hash_file
 from quantkit.convert.nonweights import is_ours
 from quantkit.convert.shard_source import open_source
+from quantkit.convert.signing import verifier
 from quantkit.convert.transforms import open_transformed, steps_of
 from quantkit.errors import QuantkitError
 from quantkit.outdir import WORK_NAME
 from quantkit.recipe import Recipe
 from quantkit.spec.index import INDEX_NAME, open_checkpoint, read_json
-from quantkit.spec.manifest import Manifest, OutputFile, TensorRecord, manifest_path, read_manifest
+from quantkit.spec.manifest import SIGNATURE_NAME, Manifest, OutputFile, TensorRecord, manifest_path, read_manifest
 from quantkit.spec.tensorfile import read_header
 
 
@@ -91,7 +92,14 @@ class _Checks:
         return not failures
 
 
-def verify(folder: Path, *, source: Path | None = None, quick: bool = False, jobs: int = 1) -> VerifyReport:
+def verify(
+    folder: Path,
+    *,
+    source: Path | None = None,
+    quick: bool = False,
+    jobs: int = 1,
+    public_key: Path | None = None,
+) -> VerifyReport:
     """Check a converted folder.
 
     Args:
@@ -99,10 +107,13 @@ def verify(folder: Path, *, source: Path | None = None, quick: bool = False, job
         source: what it was converted from; compared element by element.
         quick: names, sizes and headers only, no data is read.
         jobs: threads.
+        public_key: PEM file; the folder must be signed with its private half.
 
     Raises:
+        UsageError: `public_key` is no key.
         InputError: `folder` or `source` cannot be opened at all.
     """
+    signed = verifier(public_key) if public_key is not None else None
     for root in (folder, *([source] if source is not None else [])):
         if not root.is_dir():
             open_checkpoint(root)  # raises the error that says what is wrong
@@ -120,6 +131,10 @@ def verify(folder: Path, *, source: Path | None = None, quick: bool = False, job
             return _report(folder, "unknown", quick, checks)
         manifest = found[0]
         _check_files(folder, manifest, quick, jobs, checks)
+    if signed is not None:
+        checks.run("signature is made with the key, of this manifest", lambda: signed(folder))
+    elif (folder / SIGNATURE_NAME).exists():
+        checks.rows.append(Check(name="signature", count=0, note="not checked: give --public-key"))
     if manifest is None or manifest.form == "checkpoint":
         _check_checkpoint(folder, manifest, checks)
     else:

@@ -19,6 +19,7 @@ from quantkit.spec.transform import Step
 
 SHARDED_NAME = "manifest.json"
 CHECKPOINT_NAME = "quantkit_manifest.json"
+SIGNATURE_NAME = "model.sig"  # beside either, when it was asked for; the usual name of model-signing
 FORMAT_VERSION = 1
 
 
