@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from quantkit.archs import Architecture, Dims, Key, architecture_for, roles_snippet, text_config
 from quantkit.crosscheck import Problem, cross_check
 from quantkit.errors import InputError
+from quantkit.garbage import collection_paused
 from quantkit.memory import (
     Weight,
     active_parameters,
@@ -114,6 +115,7 @@ class Inspection(_Strict):
         return not any(problem.level == "error" for problem in self.problems)
 
 
+@collection_paused()
 def inspect(root: Path, recipe_name: str = "w8a8") -> Inspection:
     """Describe a checkpoint folder.
 

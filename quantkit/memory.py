@@ -7,11 +7,11 @@ parameter is counted once and its scales are counted as bytes only.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from quantkit.archs import Architecture, Dims, Key, Kind
+from quantkit.archs.parser import NameParser
 from quantkit.recipe import Recipe
 from quantkit.spec.tensorfile import DTYPE_BITS, Header, TensorInfo
 
@@ -26,8 +26,6 @@ _PACKED: Mapping[tuple[str, str], int] = {
 """(part, dtype) -> values in one stored element, where it is not 1."""
 
 _FP4_SCALE = "F8_E8M0"  # an I8 payload with such a scale holds two FP4 values a byte
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ class Weight:
 
 def inventory(arch: Architecture, headers: Iterable[Header]) -> tuple[dict[Key, Weight], list[str]]:
     """All logical tensors by key, in the order of the files, and the names that no rule knows."""
-    parse = _Parser(arch).parse
+    parse = NameParser(arch).parse
     weights: dict[Key, Weight] = {}
     unclassified: list[str] = []
     for header in headers:
@@ -98,33 +96,6 @@ def inventory(arch: Architecture, headers: Iterable[Header]) -> tuple[dict[Key, 
                 weight = weights[key] = Weight(key, {})
             weight.parts[part] = info
     return weights, unclassified
-
-
-class _Parser:
-    """`Architecture.parse`, remembered by the name without its numbers: half a million names are a hundred patterns."""
-
-    def __init__(self, arch: Architecture) -> None:
-        self._arch = arch
-        self._seen: dict[str, tuple[Key, int | None, int | None] | None] = {}
-
-    def parse(self, name: str) -> Key | None:
-        pattern = _NUMBER.sub("#", name)
-        if pattern not in self._seen:
-            self._seen[pattern] = self._learn(name)
-        known = self._seen[pattern]
-        if known is None:  # unknown or opaque: the whole name counts
-            return self._arch.parse(name)
-        key, layer_at, expert_at = known
-        numbers = _NUMBER.findall(name)
-        layer = None if layer_at is None else int(numbers[layer_at])
-        expert = None if expert_at is None else int(numbers[expert_at])
-        return Key(layer, key.role, expert, key.part)
-
-    def _learn(self, name: str) -> tuple[Key, int | None, int | None] | None:
-        """Key of the pattern, and which of its numbers are layer and expert: parsed with a different one at each."""
-        places = iter(range(len(name)))
-        key = self._arch.parse(_NUMBER.sub(lambda _: str(next(places)), name))
-        return None if key is None or key.label else (key, key.layer, key.expert)
 
 
 @dataclass

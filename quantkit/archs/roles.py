@@ -67,7 +67,7 @@ class Key(NamedTuple):
     label: str = ""
 
     def with_part(self, part: str) -> Key:
-        return self._replace(part=part)
+        return self if part == self.part else Key(self.layer, self.role, self.expert, part, self.label)
 
     @property
     def shard_name(self) -> str:

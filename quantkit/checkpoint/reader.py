@@ -23,6 +23,7 @@ from torch import Tensor
 from quantkit.archs import ROLES, Architecture, Dims, Key, architecture_for, roles_snippet, unused_patterns, with_roles
 from quantkit.archs.assemble import assemble
 from quantkit.archs.base import PARTS
+from quantkit.archs.parser import NameParser
 from quantkit.checkpoint.formats import FormatContext, NativeFormat, ReadPart, disagreements, recognise
 from quantkit.errors import InputError, UsageError
 from quantkit.spec.index import CheckpointIndex, open_checkpoint, read_json
@@ -34,7 +35,7 @@ QUANTIZED_PARTS = PARTS - {"weight", "bias"}
 """Parts that stand beside a weight, or in its place, when it is quantized."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One logical tensor of the source.
 
@@ -217,11 +218,20 @@ class Source:
         return self._files.read(self.index.file_of[info.name], info, rows)
 
     def get(self, key: Key) -> Tensor:
-        """Tensor of any key in canonical orientation, built from what the source stores (`assemble`)."""
-        return assemble(self.arch, self.dims, key, self.has, self._fetch_canonical)
+        """Tensor of any key in canonical orientation, built from what the source stores (`assemble`).
+
+        Of a stacked tensor no more is read than the expert that is asked for.
+        """
+        return assemble(self.arch, self.dims, key, self._can_fetch, self._fetch_canonical)
+
+    def _can_fetch(self, key: Key) -> bool:
+        return self.has(key) or (key.expert is not None and self.has(key._replace(expert=None)))
 
     def _fetch_canonical(self, key: Key) -> Tensor:
-        return self.canonical(key, self.fetch(key))
+        if self.has(key) or key.expert is None:
+            return self.canonical(key, self.fetch(key))
+        stacked = key._replace(expert=None)
+        return self.canonical(stacked, self.fetch(stacked, (key.expert, key.expert + 1)))[0]
 
     def is_stacked(self, key: Key) -> bool:
         """Whether the stored tensor of `key` holds all experts along dimension 0."""
@@ -287,9 +297,10 @@ def _group(arch: Architecture, index: CheckpointIndex) -> tuple[dict[Key, dict[s
     """Tensors that make one logical tensor, by part; and the names that no rule knows."""
     groups: dict[Key, dict[str, TensorInfo]] = {}
     unclassified: list[str] = []
+    parse = NameParser(arch).parse
     for file in index.headers.values():
         for name, info in file.tensors.items():
-            key = arch.parse(name)
+            key = parse(name)
             if key is None:
                 unclassified.append(name)
                 continue

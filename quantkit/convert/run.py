@@ -19,6 +19,7 @@ from quantkit.convert.source_check import damaged, damaged_files
 from quantkit.convert.transforms import steps_of
 from quantkit.convert.units import How, Plan, PlannedFile, PlannedTensor
 from quantkit.errors import QuantkitError, UsageError
+from quantkit.garbage import collection_paused
 from quantkit.outdir import OutputFolder, check_place, exclusive, options_digest, prepare_output
 from quantkit.recipe import Recipe
 from quantkit.spec.calibration import SCALES_NAME, SUMMARY_NAME, read_summary
@@ -56,6 +57,7 @@ class Prepared:
         return SHARDED_NAME if self.form == "sharded" else CHECKPOINT_NAME
 
 
+@collection_paused()
 def prepare(
     root: Path,
     recipe: Recipe,

@@ -162,7 +162,7 @@ def _read_index(path: Path) -> _Index:
     odd = [f"{name}: {file!r}" for name, file in weight_map.items() if not isinstance(file, str)]
     if odd:
         raise InputError(f"{path} gives tensors something else than a file name", advice, items=odd)
-    outside = sorted({file for file in weight_map.values() if not file or file == ".." or Path(file).name != file})
+    outside = sorted(file for file in set(weight_map.values()) if not file or file == ".." or Path(file).name != file)
     if outside:
         raise InputError(f"{path} names files outside the folder", advice, items=outside)
     total = metadata.get("total_size") if isinstance(metadata, dict) else None

@@ -13,8 +13,10 @@ import os
 import re
 import stat
 import struct
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -247,7 +249,13 @@ def _entry(path: Path, name: str, row: Any, payload_start: int) -> TensorInfo:
     start, end = offsets
     if end - start != tensor_nbytes(dtype, shape):
         raise _broken(path, f"{name} is {dtype} {shape} but takes {end - start} bytes")
-    return TensorInfo(name, dtype, tuple(shape), payload_start + start, payload_start + end)
+    return TensorInfo(name, sys.intern(dtype), _shared(tuple(shape)), payload_start + start, payload_start + end)
+
+
+@lru_cache(maxsize=4096)
+def _shared(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The same object for equal shapes: the tensors of a model have a few dozen."""
+    return shape
 
 
 def _overflows(bits: int, shape: list[int]) -> bool:
