@@ -28,7 +28,8 @@ from quantkit.spec.layout import layout_named
 from quantkit.spec.manifest import CHECKPOINT_NAME, SHARDED_NAME, RankFiles
 from quantkit.spec.mesh import Mesh
 
-DEFAULT_SHARD_BYTES = 2 << 30
+DEFAULT_SHARD_BYTES = 1 << 30
+"""One file is one unit of work: small enough that a few workers are busy to the end, large enough for long reads."""
 
 
 def plan(
@@ -214,23 +215,25 @@ def _check_outcome(source: Source, decisions: Decisions, result: Plan) -> None:
 
 def covered_elements(source: Source, files: Iterable[PlannedFile]) -> dict[Key, int]:
     """Elements of each source tensor that the plan writes; equal pieces (replicas) count once."""
-    boxes: dict[Key, set[tuple[int | None, int, int, int, int]]] = defaultdict(set)
+    found: dict[Key, int] = defaultdict(int)
+    seen: set[tuple[Location, int, int]] = set()
     for file in files:
         for tensor in file.tensors:
             if tensor.how in (How.SCALE, How.ALIAS):
                 continue
             for piece in tensor.pieces:
-                if isinstance(piece, Location):
-                    shape = source.entries[piece.key].shape
-                    width = (
-                        math.prod(shape[1:]) if piece.slot is None else math.prod(source.canonical_shape(piece.key)[2:])
-                    )
-                    columns = tensor.columns or (0, width)
-                    boxes[piece.key].add((piece.slot, piece.start, piece.stop, *columns))
-    return {
-        key: sum((stop - start) * (right - left) for _, start, stop, left, right in found)
-        for key, found in boxes.items()
-    }
+                if not isinstance(piece, Location):
+                    continue
+                left, right = tensor.columns or (0, _width(source, piece))
+                if (piece, left, right) not in seen:
+                    seen.add((piece, left, right))
+                    found[piece.key] += piece.rows * (right - left)
+    return found
+
+
+def _width(source: Source, piece: Location) -> int:
+    shape = source.canonical_shape(piece.key)
+    return math.prod(shape[1:] if piece.slot is None else shape[2:])
 
 
 def _repeated(names: list[str]) -> list[str]:
