@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Source
-from quantkit.convert.run import convert
+from quantkit.convert.parts import Part, merge_manifest, prepare_recorded, run_part
+from quantkit.convert.run import convert, prepare
 from quantkit.convert.verify import verify
 from quantkit.errors import QuantkitError
 from quantkit.recipe import Recipe
 from quantkit.spec.calibration import SCALES_NAME, SUMMARY_NAME, CalibrationSummary
 from quantkit.spec.mesh import Mesh
-from tests.convert.helpers import ref_int8, tensors
+from tests.convert.helpers import ref_int8, tensors, tree
 
 _ROLES = {
     "self_attn.q_proj": "attn.q",
@@ -121,3 +122,16 @@ def test_an_unfinished_artifact(minimax: Path, tmp_path: Path, w8a8: Recipe) -> 
     (tmp_path / "calibration").mkdir()
     with pytest.raises(QuantkitError, match="no finished calibration"):
         convert(minimax, tmp_path / "out", w8a8, calibration=tmp_path / "calibration", jobs=1)
+
+
+def test_in_parts(minimax: Path, tmp_path: Path, w8a8: Recipe, artifact: Callable[..., Path]) -> None:
+    """Two machines with an artifact make what one makes; the end needs the same artifact."""
+    calibration, out = artifact(), tmp_path / "parts"
+    planned = prepare(minimax, w8a8, calibration=calibration)
+    for number in (1, 2):
+        run_part(planned, out, Part(number, 2), jobs=1)
+    with pytest.raises(QuantkitError, match="is converted with a calibration"):
+        prepare_recorded(out, minimax)
+    merge_manifest(prepare_recorded(out, minimax, calibration=calibration), out)
+    convert(minimax, tmp_path / "alone", w8a8, calibration=calibration, jobs=1)
+    assert tree(out) == tree(tmp_path / "alone")
