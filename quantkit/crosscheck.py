@@ -9,12 +9,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from quantkit.archs import ROLES, Architecture, Dims, Key, Kind, Role, Split, text_config
 from quantkit.memory import Weight
+from quantkit.spec.tensorfile import TensorInfo
+
+if TYPE_CHECKING:
+    from quantkit.checkpoint.reader import Source
 
 _MAX_NAMED = 8
 
@@ -50,6 +55,21 @@ def cross_check(
         *_stale_quantization(config, weights),
     ]
     return sorted(found, key=lambda problem: problem.level != "error")
+
+
+def contradictions(source: Source) -> list[Problem]:
+    """Errors of `cross_check` that make a model of wrong sizes: `convert` and `calibrate` refuse them."""
+    arch = replace(source.arch, experts_transposed=False)  # entries know their canonical shape
+    weights = {
+        key: Weight(key, {"weight": TensorInfo(entry.name, entry.dtype, entry.canonical_shape, 0, 0)})
+        for key, entry in source.entries.items()
+    }
+    found = [
+        *_layers(source.dims, weights),
+        *_shapes(arch, source.dims, weights),
+        *_experts(arch, source.dims, weights),
+    ]
+    return [problem for problem in found if problem.level == "error"]
 
 
 def _error(what: str, remedy: str, items: Iterable[str] = ()) -> Problem:
@@ -151,7 +171,7 @@ def _canonical(arch: Architecture, role: Role, key: Key, weight: Weight) -> tupl
     if role.per_expert and key.expert is None and len(shape) == 3:
         shape = shape[1:]
         return shape[::-1] if arch.experts_transposed and "weight" in weight.parts else shape
-    return shape
+    return shape or (1,)
 
 
 def _expected(arch: Architecture, dims: Dims, role: Role) -> Iterator[tuple[str, int, str]]:
@@ -174,7 +194,12 @@ def _expected(arch: Architecture, dims: Dims, role: Role) -> Iterator[tuple[str,
 
 
 def _experts(arch: Architecture, dims: Dims, weights: Mapping[Key, Weight]) -> Iterator[Problem]:
-    """Each layer that has experts has all of them, in every role."""
+    """Each layer that has experts has all of them, in every role; a token is routed to no more than there are."""
+    if dims.experts_per_token > dims.experts > 0:
+        yield _error(
+            f"config.json routes each token to {dims.experts_per_token} of {dims.experts} experts",
+            "correct the number of experts, or of experts per token, in config.json",
+        )
     single: dict[tuple[int, str], set[int]] = defaultdict(set)
     counts: dict[int, list[str]] = defaultdict(list)
     for key, weight in weights.items():

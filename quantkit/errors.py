@@ -58,3 +58,11 @@ class VerificationError(QuantkitError):
     """A check of finished work failed: a checksum, a count, a value out of tolerance."""
 
     exit_code = 4
+
+
+def first_line(error: BaseException) -> str:
+    """What a foreign exception says, on one line; its class when it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):  # a heading: the reason stands below it
+        return f"{lines[0]} {lines[1]}"
+    return lines[0] if lines else type(error).__name__

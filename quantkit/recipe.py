@@ -6,6 +6,7 @@ A recipe is found by name among those that are shipped, or given as a path.
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +18,9 @@ from quantkit.archs import Architecture, Key
 from quantkit.errors import UsageError
 from quantkit.spec.scheme import SCHEMES, Scheme
 from quantkit.spec.transform import MethodOptions
+
+MAX_SAMPLES = 10_000_000
+"""Bound on samples: all of them are drawn before the first layer runs."""
 
 
 class _Strict(BaseModel):
@@ -55,7 +59,7 @@ class Mix(_Strict):
     """
 
     data: str
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
 
 
 class Calibration(_Strict):
@@ -71,9 +75,9 @@ class Calibration(_Strict):
         batch_tokens: most tokens that go through a layer at once.
     """
 
-    samples: Annotated[int, Field(ge=1)] = 512
+    samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 512
     seq_len: Annotated[int, Field(ge=2)] = 512
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     min_sources: Annotated[int, Field(ge=1)] = 3
     mix: tuple[Mix, ...] = ()
     min_tokens_per_expert: Annotated[int, Field(ge=0)] = 16
@@ -168,24 +172,38 @@ def load_recipe(name_or_path: str) -> Recipe:
                 "give a shipped name or the path of a YAML file",
                 choices=shipped_recipes(),
             ) from error
+        except ValueError as error:  # no UTF-8, or a NUL in the path
+            raise UsageError(f"recipe {name_or_path} is no text in UTF-8: {error}", "give a YAML file") from error
     return parse_recipe(text, name_or_path)
+
+
+_RECIPE_HELP = "correct it; every key is described in quantkit/recipe.py"
 
 
 def parse_recipe(text: str, origin: str) -> Recipe:
     """Recipe from YAML text; `origin` names it in errors."""
     try:
         raw: Any = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UsageError(f"recipe {origin} is not YAML: {error}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or a number that cannot be
+        raise UsageError(f"recipe {origin} is not YAML: {error}", _RECIPE_HELP) from error
     if not isinstance(raw, dict):
-        raise UsageError(f"recipe {origin} is not a mapping of keys")
+        raise UsageError(f"recipe {origin} is not a mapping of keys", _RECIPE_HELP)
+    return validated(raw, origin)
+
+
+def validated(raw: Mapping[str, Any], origin: str) -> Recipe:
+    """Recipe from its keys and values; `origin` names it in errors.
+
+    Raises:
+        UsageError: keys and values that the model refuses (all listed).
+    """
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, item['loc'])) or 'recipe'}: {item['msg']}" for item in error.errors()]
         raise UsageError(
             f"recipe {origin} has {len(problems)} problems",
-            "fix the keys listed above; every key is described in quantkit/recipe.py",
+            _RECIPE_HELP,
             items=problems,
             choices=sorted(Recipe.model_fields),
         ) from error

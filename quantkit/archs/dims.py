@@ -127,12 +127,16 @@ def read_dims(
         InputError: a key that every decoder needs is missing, or a size is no whole number; all of them are listed.
     """
     text = text_config(config)
-    widths = {"head_dim": ("head_dim",), "v_head_dim": ("v_head_dim",)}
+    widths: dict[str, tuple[str, ...]] = {"head_dim": ("head_dim",), "v_head_dim": ("v_head_dim",)}
     widths["shared_width"] = (*filter(None, (shared_width,)), "shared_expert_intermediate_size")
     found = _sizes(text, {**keys, **widths})
-    missing = [keys[name][0] for name in ("layers", "hidden", "vocab", "heads") if not found[name]]
+    missing = [keys[name][0] for name in ("layers", "hidden", "vocab", "heads", "kv_heads") if not found[name]]
+    if not found["heads"]:
+        missing = [name for name in missing if name != keys["kv_heads"][0]]  # it follows from the heads
     if missing:
-        raise InputError(f"config.json lacks {', '.join(missing)}", "check that this folder holds a decoder model")
+        raise InputError(
+            f"config.json lacks {', '.join(missing)} (or says 0)", "check that this folder holds a decoder model"
+        )
     is_mla = found["kv_lora_rank"] > 0
     nope_rope = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
     own_head_dim, own_v_head_dim = found.pop("head_dim"), found.pop("v_head_dim")

@@ -58,6 +58,9 @@ def build_skeleton(config: Any, *, dtype: torch.dtype, experts: str = "", attent
         dtype: of parameters and of the computation.
         experts: name in transformers' `ALL_EXPERTS_FUNCTIONS`; "" leaves transformers' choice.
         attention: attention implementation; "" leaves transformers' choice.
+
+    Raises:
+        InputError: transformers cannot build it.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
@@ -67,8 +70,15 @@ def build_skeleton(config: Any, *, dtype: torch.dtype, experts: str = "", attent
         options["experts_implementation"] = experts
     if attention:
         options["attn_implementation"] = attention
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    except Exception as error:  # a class meets values that it cannot work with in its own ways
+        raise InputError(
+            f"transformers cannot build the model of this config ({type(config).__name__}): "
+            f"{type(error).__name__}: {first_line(error)}",
+            "correct config.json, or install a transformers that has this model",
+        ) from error
     assert isinstance(model, nn.Module)
     return model.eval()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate.sources import Row, default_mix, read_rows
-from quantkit.errors import InputError, UsageError
+from quantkit.errors import InputError, UsageError, first_line
 from quantkit.recipe import Calibration
 from quantkit.spec.calibration import SampleRecord
 
@@ -126,10 +126,9 @@ def load_tokenizer(root: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(root)
-    except (ValueError, OSError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0]
+    except Exception as error:  # the tokenizers library raises plain Exceptions
         raise InputError(
-            f"{root} has no tokenizer that transformers can load: {first_line}",
+            f"{root} has no tokenizer that transformers can load: {first_line(error)}",
             "copy tokenizer.json and tokenizer_config.json of the model beside its weights",
         ) from error
 
@@ -227,6 +226,24 @@ class _Encoder:
     def _dialogue(self, row: Row) -> tuple[str, bool]:
         """Text of a dialogue and whether the tokenizer must still add its special tokens."""
         if getattr(self._tokenizer, "chat_template", None):
-            return str(self._tokenizer.apply_chat_template(list(row.messages), tokenize=False)), False
+            return self._templated(row), False
         self.without_template += 1
-        return "\n".join(message["content"] for message in row.messages), True
+        return "\n".join(map(_plain_content, row.messages)), True
+
+    def _templated(self, row: Row) -> str:
+        try:
+            return str(self._tokenizer.apply_chat_template(list(row.messages), tokenize=False))
+        except Exception as error:  # templates are programs: they raise what they like
+            raise InputError(
+                f"the chat template of the tokenizer fails on a dialogue of {row.source} ({row.kind}): "
+                f"{first_line(error)}",
+                "correct the dialogue (a list of role and content) or the template; rows with `text` need none",
+            ) from error
+
+
+def _plain_content(message: Mapping[str, Any]) -> str:
+    """Text of a message: a string, or the text parts of a list of parts."""
+    content = message["content"]
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)

@@ -27,7 +27,7 @@ from quantkit.calibrate.methods import view_of
 from quantkit.calibrate.observe import LayerObserver, missing_gemms
 from quantkit.calibrate.state import GemmRecord, LayerRecord, finished_layers, gemm_name, layer_path, save_layer
 from quantkit.calibrate.stream import LayerStream
-from quantkit.calibrate.weights import GemmWeight, WeightRecorder, expected_gemms, not_finite
+from quantkit.calibrate.weights import GemmWeight, WeightRecorder, expected_gemms, not_finite, require_sound
 from quantkit.checkpoint.reader import Source
 from quantkit.console import Progress
 from quantkit.errors import InputError, QuantkitError, UsageError
@@ -130,6 +130,7 @@ def make_plan(root: Path, recipe: Recipe, *, device: str = "auto", memory_budget
     """
     stored = Source(root, extra_roles=recipe.roles)
     stored.require_classified()
+    require_sound(stored)
     source = view_of(stored, recipe.methods, without_drafts=recipe.mtp == "drop")
     load_config(root)
     gemms = expected_gemms(source, recipe)

@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import InputError, UsageError
+from quantkit.errors import InputError, UsageError, first_line
 from quantkit.recipe import Mix
 
 BUILTIN = "builtin:"
@@ -129,7 +129,7 @@ def _local_rows(path: Path) -> Iterator[Mapping[str, Any]]:
     try:
         yield from datasets.load_dataset(builder, data_files=str(path), split="train", streaming=True, **extra)
     except Exception as error:  # the library raises what its readers raise: pyarrow, json, unicode errors
-        raise InputError(f"{path} cannot be read as {builder}: {_first_line(error)}", "check the file") from error
+        raise InputError(f"{path} cannot be read as {builder}: {first_line(error)}", "check the file") from error
 
 
 def _hub_rows(data: str) -> Iterator[Mapping[str, Any]]:
@@ -141,11 +141,7 @@ def _hub_rows(data: str) -> Iterator[Mapping[str, Any]]:
     except Exception as error:  # not found, offline, gated, no such configuration: one next step for all
         raise UsageError(
             f"calibration text {data!r} is neither shipped, nor a file, nor a data set that can be loaded: "
-            f"{_first_line(error)}",
+            f"{first_line(error)}",
             "give a shipped kind, a local file, or NAME[:CONFIGURATION] of a Hugging Face data set",
             choices=[f"{BUILTIN}{kind}" for kind in builtin_kinds()],
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

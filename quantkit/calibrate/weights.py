@@ -12,8 +12,12 @@ from quantkit.archs import Architecture, Dims, Key, Kind
 from quantkit.archs.assemble import rows_in_fused
 from quantkit.arithmetic import channel_scales
 from quantkit.checkpoint.reader import Source
+from quantkit.crosscheck import contradictions
 from quantkit.errors import InputError, UsageError
 from quantkit.recipe import Recipe
+
+FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
+"""Dtypes (safetensors names) of decoded weights that a GEMM can have."""
 
 
 def gemm_keys(arch: Architecture, dims: Dims, key: Key) -> list[Key]:
@@ -35,6 +39,31 @@ class GemmWeight:
 
     disk_name: str
     quantized: bool
+
+
+def require_sound(source: Source) -> None:
+    """Refuse weights that no GEMM can have, and a config that tells of other sizes than the tensors.
+
+    Raises:
+        InputError: all of them, listed.
+    """
+    items = [
+        f"{problem.what}{' (' + ', '.join(problem.items) + ')' if problem.items else ''}: {problem.remedy}"
+        for problem in contradictions(source)
+    ]
+    for key, entry in source.entries.items():
+        if gemm_keys(source.arch, source.dims, key):
+            sizes = 3 if source.is_stacked(key) else 2
+            if len(entry.shape) != sizes or 0 in entry.shape:
+                items.append(f"{entry.name}: {list(entry.shape)} is no matrix of {sizes} sizes")
+            elif entry.dtype not in FLOATS:
+                items.append(f"{entry.name}: {entry.dtype} values are not weights of a GEMM")
+    if items:
+        raise InputError(
+            f"{source.root}: config.json and tensors make no model that runs",
+            "correct config.json, or complete the checkpoint; `quantkit inspect` tells more",
+            items=items,
+        )
 
 
 def expected_gemms(source: Source, recipe: Recipe) -> dict[Key, GemmWeight]:

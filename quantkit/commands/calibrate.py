@@ -77,7 +77,7 @@ def command(
 def _override(recipe: Recipe, data: tuple[str, ...], force_sources: bool, overrides: dict[str, int | None]) -> Recipe:
     """The recipe with the options of the command line in its calibration section."""
     from quantkit.calibrate.sources import parse_spec
-    from quantkit.recipe import Recipe
+    from quantkit.recipe import validated
 
     changes: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
     if data:
@@ -85,7 +85,9 @@ def _override(recipe: Recipe, data: tuple[str, ...], force_sources: bool, overri
     if force_sources:
         changes["min_sources"] = 1
     values = recipe.model_dump()
-    return Recipe.model_validate({**values, "calibration": {**values["calibration"], **changes}})
+    return validated(
+        {**values, "calibration": {**values["calibration"], **changes}}, f"{recipe.name} with these options"
+    )
 
 
 def _show_plan(plan: dict[str, Any], as_json: bool) -> None:

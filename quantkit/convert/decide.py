@@ -11,6 +11,7 @@ from quantkit.archs import Key, Kind, Stage
 from quantkit.archs.extra import rule_for
 from quantkit.arithmetic import MAX_INT32_K
 from quantkit.checkpoint.reader import Entry, Source
+from quantkit.crosscheck import contradictions
 from quantkit.errors import InputError, QuantkitError, UsageError
 from quantkit.recipe import Recipe
 from quantkit.spec.manifest import Dropped
@@ -31,10 +32,12 @@ class Problems:
     Attributes:
         use: wrong options or recipe.
         source: wrong in the source.
+        raised: the error that lists them, once it was raised.
     """
 
     use: list[str] = field(default_factory=list)
     source: list[str] = field(default_factory=list)
+    raised: QuantkitError | None = None
 
     def raise_if_any(self) -> None:
         """Raise one error that lists everything."""
@@ -42,11 +45,12 @@ class Problems:
         if not everything:
             return
         kind: type[QuantkitError] = UsageError if self.use else InputError
-        raise kind(
+        self.raised = kind(
             f"this conversion cannot be done; {len(everything)} problem{'s' * (len(everything) > 1)}:",
             "change what is listed and run again; nothing was written",
             items=everything,
         )
+        raise self.raised
 
 
 @dataclass(frozen=True)
@@ -184,19 +188,11 @@ def _check_source(source: Source, problems: Problems) -> None:
         f'{name}: no role (record {source.arch.name}); add `roles: {{"{rule_for(name)}": ROLE}}` to the recipe'
         for name in source.unclassified
     ]
-    present = {key.layer for key in source.entries}
     problems.source += [
-        f"layer {layer} has no tensors; config.json says {source.dims.layers} layers"
-        for layer in range(source.dims.layers)
-        if layer not in present
+        f"{problem.what}{' (' + ', '.join(problem.items) + ')' if problem.items else ''}: {problem.remedy}"
+        for problem in contradictions(source)
     ]
     if not source.has(Key(None, "embed")):
         problems.source.append("the checkpoint has no embedding table")
     if source.tied and source.config.get("tie_word_embeddings") is False:
         problems.source.append("the checkpoint has no lm_head, but config.json says tie_word_embeddings: false")
-    for key, entry in source.entries.items():
-        if source.is_stacked(key) and not source.dims.is_draft(key) and entry.shape[:1] != (source.dims.experts,):
-            problems.source.append(
-                f"{entry.name} stacks {entry.shape[0] if entry.shape else 0} experts, "
-                f"config.json says {source.dims.experts}"
-            )

@@ -80,7 +80,7 @@ def plan(
             problems.raise_if_any()
             files = checkpoint_files(pack(checkpoint_tensors(source, decisions), max_shard_bytes))
     except InputError as error:
-        if not (problems.use or problems.source):
+        if error is problems.raised or not (problems.use or problems.source):
             raise
         problems.source.append(error.message)
         problems.raise_if_any()

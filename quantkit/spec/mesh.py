@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from quantkit.errors import UsageError
+
+MAX_RANKS = 65_536
+"""Bound on a mesh: files and manifest rows are made for each rank."""
 
 Size = Annotated[int, Field(ge=1)]
 
@@ -47,6 +52,16 @@ class Mesh(BaseModel):
     pp_layers: tuple[int, ...] = ()
     ep_policy: Literal["first", "last", "round_robin", "map"] = "first"
     expert_map: tuple[tuple[int, ...], ...] = ()
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Mesh:
+        """A slip of the keyboard must not list a billion ranks."""
+        if max(self.world, self.ep) > MAX_RANKS:
+            raise UsageError(
+                f"tp {self.tp} x pp {self.pp} x dp {self.dp}, ep {self.ep} is beyond {MAX_RANKS:,} ranks",
+                "give the mesh that the model will run on",
+            )
+        return self
 
     @property
     def world(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.errors import InputError, UsageError
+from quantkit.errors import InputError, UsageError, first_line
 from quantkit.spec.index import read_json
 from quantkit_runtime.memory import cache_bytes
 
@@ -48,9 +48,11 @@ def load_tokenizer(root: Path) -> Any:
         )
     try:
         return AutoTokenizer.from_pretrained(root)
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise InputError(f"transformers cannot read the tokenizer of {root}: {first}") from error
+    except Exception as error:  # the tokenizers library raises plain Exceptions
+        raise InputError(
+            f"transformers cannot read the tokenizer of {root}: {first_line(error)}",
+            "copy the tokenizer files of the source model there again",
+        ) from error
 
 
 def stop_tokens(root: Path) -> frozenset[int]:
