@@ -14,6 +14,7 @@ COMMANDS = {
     "inspect": "quantkit.commands.inspect",
     "merge": "quantkit.commands.merge",
     "merge-manifest": "quantkit.commands.merge_manifest",
+    "plan": "quantkit.commands.plan",
     "verify": "quantkit.commands.verify",
 }
 """Command -> module whose `command` implements it."""

@@ -13,7 +13,7 @@ from quantkit.archs.base import Architecture
 from quantkit.archs.dims import Dims, text_config
 from quantkit.archs.optional import DEFAULT_OPTIONAL, MTP_COPIES
 from quantkit.archs.roles import Key, Kind, Role, Split
-from quantkit.archs.rules import DEFAULT_LAYER_RULES
+from quantkit.archs.rules import DEFAULT_LAYER_RULES, DEFAULT_MODEL_RULES
 from quantkit.archs.structure import Layer, draft_layers, layers_of
 
 
@@ -79,7 +79,8 @@ class _Promise:
         stated = str(self.text.get("dtype") or self.text.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         self.dtype = {"float16": "F16", "float32": "F32"}.get(stated, "BF16")
         self._optional = {**DEFAULT_OPTIONAL, **arch.optional}
-        self._names = {role: rest for rest, role in {**DEFAULT_LAYER_RULES, **arch.layer_rules}.items()}
+        rules = [*arch.layer_rules.items(), *DEFAULT_LAYER_RULES.items(), *DEFAULT_MODEL_RULES.items()]
+        self._names = {role: rest for rest, role in reversed(rules)}  # the first spelling of a role counts
 
     def tensors(self) -> Iterator[Expected]:
         yield from self._role(None, "embed")
@@ -175,9 +176,11 @@ class _Promise:
 
     def _tensor(self, key: Key, shape: tuple[int, ...]) -> Expected:
         dtype = "F32" if key.role in self.arch.float32_parameters else self.dtype
-        rest = key.label.rpartition(".")[0] if key.label else self._names.get(key.role, key.role)
-        place = "" if key.layer is None else f"model.layers.{key.layer}."
-        return Expected(key, f"{place}{rest}.{key.part}", shape, dtype)
+        bare = self.arch.role(key.role).kind is Kind.VECTOR  # a parameter of its own, without a module
+        rest = key.label or self._names.get(key.role, key.role) + ("" if bare else f".{key.part}")
+        place = "model." if key.layer is None else f"model.layers.{key.layer}."
+        place = "" if key.role == "lm_head" else place
+        return Expected(key, f"{place}{rest}", shape, dtype)
 
 
 class LinearAttentionSizes(NamedTuple):

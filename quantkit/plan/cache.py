@@ -2,7 +2,8 @@
 
 Formulas per token and layer (bytes of one value: 2 in BF16, 1 in INT8):
 - heads: kv_heads x (head_dim + v_head_dim), each rank at least one head, so heads are replicated when tp > kv_heads;
-- latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): kv_lora_rank + qk_rope_head_dim, the same on every rank;
+- latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): kv_lora_rank + qk_rope_head_dim, the same on every
+  rank;
 - an indexer adds one key of index_head_dim, shared by all of its heads, the same on every rank;
 - a window holds its last positions only; linear attention holds a state of fixed size for each sequence.
 An INT8 head has a float32 scale for each token.

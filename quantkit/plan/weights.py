@@ -166,9 +166,7 @@ def _kept_bytes(weight: Weight, kept_bits: int) -> int:
     return weight.parameters * kept_bits // 8 if len(weight.parts) > 1 else weight.nbytes
 
 
-def _matrices(
-    arch: Architecture, dims: Dims, recipe: Recipe, weight: Weight, kept_bits: int
-) -> Iterator[Matrix]:
+def _matrices(arch: Architecture, dims: Dims, recipe: Recipe, weight: Weight, kept_bits: int) -> Iterator[Matrix]:
     """A weight or bias, a fused one as its parts."""
     key, info = weight.key, weight.payload
     assert info is not None

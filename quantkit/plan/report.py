@@ -1,0 +1,430 @@
+"""All that `quantkit plan` tells, from a checkpoint folder or a config.json, for one kind of card and one workload."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from quantkit.archs import Architecture, architecture_for, known_model_types, text_config
+from quantkit.archs.structure import layers_of
+from quantkit.errors import InputError, UsageError
+from quantkit.memory import columns, human_bytes, inventory, native_dtypes
+from quantkit.plan.cache import CacheFormat, per_token_at_start, sequence_bytes
+from quantkit.plan.devices import Device
+from quantkit.plan.estimate import CHUNK, RESERVE, CardMemory, Model, Workload, largest_batch, longest_context
+from quantkit.plan.native import promised_weights
+from quantkit.plan.proposals import Proposal, Rejected, propose
+from quantkit.plan.weights import model_weights
+from quantkit.recipe import Recipe
+from quantkit.rope import rope_text
+from quantkit.spec.index import open_checkpoint, read_json
+from quantkit.spec.mesh import Mesh
+
+MAX_NODES = 64
+SHOWN = 5
+MILLION = 1_000_000
+
+LARGER = 1.02
+"""The scales of an 8-bit source and of ours differ by less; what grows by more is worth a warning."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class MemoryRow(_Strict):
+    """Bytes of one column on the fullest card of the first proposal."""
+
+    column: str
+    nbytes: int
+
+
+class ProposalRow(_Strict):
+    """One mesh, see `quantkit.plan.proposals.Proposal`.
+
+    Attributes:
+        card_bytes: on the fullest card, reserve included.
+        longest_context: tokens of each sequence at the workload's concurrency that memory allows.
+        largest_batch: sequences of the workload's context that memory allows.
+        other_ep: values of ep that differ little from this one.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    ep: int
+    card_bytes: int
+    free_bytes: int
+    kv_replicas: int
+    tp_bytes_per_token_and_layer: int
+    ep_bytes_per_token_and_layer: int
+    pp_bytes_per_token: int
+    longest_context: int
+    largest_batch: int
+    cost: float
+    other_ep: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+class RejectedRow(_Strict):
+    """Meshes (tp, pp, dp, ep) that one reason forbids."""
+
+    reason: str
+    count: int
+    examples: tuple[str, ...]
+
+
+class WhatIf(_Strict):
+    """Another length of every sequence.
+
+    Attributes:
+        cache_bytes: of one sequence, one copy of everything, in the planned dtypes.
+        bf16_bytes: the same in BF16.
+        batch: sequences that fit on the first proposal.
+        host_bytes: host memory that holds the caches of all of the workload's sequences, one copy of each.
+        beyond: longer than the config's positions.
+    """
+
+    context: int
+    cache_bytes: int
+    bf16_bytes: int
+    batch: int
+    host_bytes: int
+    beyond: bool
+
+
+class PlanReport(_Strict):
+    """See the module. `fewest` is None when no number of cards up to `MAX_NODES` nodes is enough."""
+
+    name: str
+    model_type: str
+    from_tensors: bool
+    parameters: int
+    source_bytes: int
+    source_dtypes: dict[str, int]
+    output_bytes: int
+    recipe: str
+    device: str
+    device_note: str
+    card_bytes: int
+    cards_per_node: int
+    context: int
+    concurrency: int
+    chunk: int
+    reserve: float
+    kv_keys: str
+    kv_values: str
+    max_positions: int
+    rope: str
+    kv_bytes_per_token: int
+    kv_bytes_per_sequence: int
+    kv_bytes_total: int
+    fewest: int | None
+    recommended: int | None
+    advice: str
+    cards: int | None
+    memory: tuple[MemoryRow, ...]
+    beside_ranks: dict[str, int]
+    proposals: tuple[ProposalRow, ...]
+    rejected: tuple[RejectedRow, ...]
+    what_if: tuple[WhatIf, ...]
+    commands: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.proposals)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What was read: a model, its sizes before and after, and sentences about how far they can be trusted."""
+
+    name: str
+    place: str
+    model: Model
+    from_tensors: bool
+    parameters: int
+    source_bytes: int
+    dtypes: dict[str, int]
+    output_bytes: int
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for.
+
+    Attributes:
+        cards: to plan for; None: the recommended number.
+        context: of each sequence; None: the config's positions, at most 32,768.
+    """
+
+    device: Device
+    recipe: Recipe
+    cards: int | None = None
+    cards_per_node: int = 8
+    context: int | None = None
+    concurrency: int = 8
+    cache: CacheFormat = CacheFormat()  # noqa: RUF009  # frozen
+
+
+def make_plan(path: Path, request: Request) -> PlanReport:
+    """Plan a model.
+
+    Args:
+        path: a checkpoint folder, a folder with a config.json, or a config.json.
+
+    Raises:
+        InputError: neither, or a config that describes no decoder.
+        UsageError: INT8 keys or values where latents take their place.
+    """
+    source = read_source(path, request.recipe)
+    model = source.model
+    if model.dims.is_mla and request.cache.keys != request.cache.values:
+        raise UsageError(
+            "this model caches latents, which are keys and values at once", "give --kv-keys and --kv-values alike"
+        )
+    positions = model.dims.max_positions
+    context = request.context or min(positions or 32768, 32768)
+    work = Workload(context, request.concurrency, request.cache)
+    fewest = fewest_cards(model, request, work)
+    recommended, advice = recommend(model, request, work, fewest)
+    cards = request.cards or recommended
+    proposals: list[Proposal] = []
+    rejected: list[Rejected] = []
+    if cards:
+        proposals, rejected = propose(model, cards, request.cards_per_node, work, request.device.nbytes)
+    elif fewest is None:
+        _, rejected = propose(model, request.cards_per_node, request.cards_per_node, work, request.device.nbytes)
+    return _report(source, request, work, fewest, recommended, advice, cards, proposals, rejected)
+
+
+def read_source(path: Path, recipe: Recipe) -> _Source:
+    """Headers where there are any, else what the config promises."""
+    root = path.parent if path.is_file() else path
+    if not path.is_file() and not root.is_dir():
+        raise InputError(f"{path} is neither a folder nor a config.json", "give the model's folder or its config.json")
+    config = read_json(path if path.is_file() else root / "config.json")
+    arch = architecture_for(config)
+    dims = arch.dims(config)
+    from_tensors = path.is_dir() and any(root.glob("*.safetensors"))
+    warnings: list[str] = []
+    if from_tensors:
+        weights, unknown = inventory(arch, open_checkpoint(root).headers.values())
+        if unknown:
+            warnings.append(f"{len(unknown)} tensors have no role and are not counted: see quantkit inspect")
+    else:
+        weights = promised_weights(arch, dims, config)
+        warnings += _doubts(arch, config)
+    rows = columns(arch, dims, weights.values(), recipe)
+    sizes = model_weights(arch, dims, recipe, weights, kept_bits=_kept_bits(config))
+    return _Source(
+        root.resolve().name,
+        str(root),
+        Model(dims, config, layers_of(arch, dims, config), sizes),
+        from_tensors,
+        sum(row.parameters for row in rows),
+        sum(row.nbytes for row in rows),
+        native_dtypes(weights.values()),
+        sum(row.output_nbytes for row in rows),
+        tuple(warnings),
+    )
+
+
+def _doubts(arch: Architecture, config: Mapping[str, Any]) -> Iterator[str]:
+    types = {str(part.get("model_type", "")) for part in (config, text_config(config))}
+    if not types & set(known_model_types()):
+        yield f"model type {', '.join(sorted(types))} has no record of its own: its tensors were guessed as usual ones"
+    if "vision_config" in config:
+        yield "config.json alone does not tell the vision tower's size: it is not counted"
+
+
+def _kept_bits(config: Mapping[str, Any]) -> int:
+    text = text_config(config)
+    stated = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype"))
+    return 32 if "float32" in stated else 16
+
+
+def candidates(cards_per_node: int) -> list[int]:
+    """Numbers of cards that people have: any within a node, whole nodes beyond."""
+    return [*range(1, cards_per_node + 1), *(cards_per_node * nodes for nodes in range(2, MAX_NODES + 1))]
+
+
+def fewest_cards(model: Model, request: Request, work: Workload) -> int | None:
+    """The least number of cards with a mesh that fits."""
+    usable = request.device.nbytes * (1 - RESERVE)
+    least = _weight_bytes(model) / usable
+    for cards in candidates(request.cards_per_node):
+        if cards >= least and propose(model, cards, request.cards_per_node, work, request.device.nbytes)[0]:
+            return cards
+    return None
+
+
+def _weight_bytes(model: Model) -> int:
+    dense, expert = model.weights.stage(Mesh(), 0, range(model.dims.layers))
+    return sum(dense.values()) + model.dims.experts * sum(expert.values())
+
+
+def recommend(model: Model, request: Request, work: Workload, fewest: int | None) -> tuple[int | None, str]:
+    """1.2 to 1.5 times the fewest, rounded to what people have and to a mesh that fits; with the reason."""
+    if fewest is None:
+        return None, f"does not fit on {MAX_NODES} nodes of {request.cards_per_node} cards"
+    low, high = math.ceil(1.2 * fewest), max(math.floor(1.5 * fewest), math.ceil(1.2 * fewest))
+    rule = f"1.2 to 1.5 times the fewest is {low}" + (f" to {high}" if high > low else "")
+    possible = [cards for cards in candidates(request.cards_per_node) if cards >= low]
+    for cards in possible:
+        if propose(model, cards, request.cards_per_node, work, request.device.nbytes)[0]:
+            why = "" if cards <= high else "; the next number with whole nodes and a mesh that fits"
+            return cards, f"{rule}{why}{_wider(model, request, work, cards)}"
+    return fewest, rule
+
+
+def _wider(model: Model, request: Request, work: Workload, cards: int) -> str:
+    """A remark where a few more cards of one node would split every layer over all of them, and these do not."""
+
+    def whole(number: int) -> bool:
+        found, _ = propose(model, number, request.cards_per_node, work, request.device.nbytes)
+        return any(row.mesh.tp == number for row in found)
+
+    if cards >= request.cards_per_node or whole(cards):
+        return ""
+    more = next((number for number in range(cards + 1, request.cards_per_node + 1) if whole(number)), None)
+    return f"; {more} could share every layer (tp={more}), which answers a single request faster" if more else ""
+
+
+def _report(
+    source: _Source,
+    request: Request,
+    work: Workload,
+    fewest: int | None,
+    recommended: int | None,
+    advice: str,
+    cards: int | None,
+    proposals: list[Proposal],
+    rejected: list[Rejected],
+) -> PlanReport:
+    model, caches = source.model, source.model.caches(work.cache, 1)
+    best = proposals[0] if proposals else None
+    return PlanReport(
+        name=source.name,
+        model_type=str(model.config.get("model_type")),
+        from_tensors=source.from_tensors,
+        parameters=source.parameters,
+        source_bytes=source.source_bytes,
+        source_dtypes=source.dtypes,
+        output_bytes=source.output_bytes,
+        recipe=request.recipe.name,
+        device=request.device.name,
+        device_note=request.device.note,
+        card_bytes=request.device.nbytes,
+        cards_per_node=request.cards_per_node,
+        context=work.context,
+        concurrency=work.concurrency,
+        chunk=CHUNK,
+        reserve=RESERVE,
+        kv_keys=work.cache.keys,
+        kv_values=work.cache.values,
+        max_positions=model.dims.max_positions,
+        rope=rope_text(model.config),
+        kv_bytes_per_token=per_token_at_start(caches),
+        kv_bytes_per_sequence=sequence_bytes(caches, work.context),
+        kv_bytes_total=sequence_bytes(caches, work.context) * work.concurrency,
+        fewest=fewest,
+        recommended=recommended,
+        advice=advice,
+        cards=cards,
+        memory=tuple(_memory(best.memory)) if best else (),
+        beside_ranks=dict(model.weights.whole),
+        proposals=tuple(_rows(model, proposals, work, request.device.nbytes)),
+        rejected=tuple(_rejected(row) for row in rejected),
+        what_if=tuple(_what_if(model, best, work, request.device.nbytes)),
+        commands=_commands(source, request, best.mesh) if best else (),
+        warnings=(*_size_warnings(source, model, work, request.recipe), *source.warnings),
+    )
+
+
+def _size_warnings(source: _Source, model: Model, work: Workload, recipe: Recipe) -> Iterator[str]:
+    if source.output_bytes > LARGER * source.source_bytes:
+        form = next(iter(source.dtypes), "its form")
+        yield (
+            f"INT8 makes this model larger: {human_bytes(source.source_bytes)} ({form}) become "
+            f"{human_bytes(source.output_bytes)}; keep the source where cards read it natively"
+        )
+    if recipe.methods and model.weights.tied:
+        table = model.dims.vocab * model.dims.hidden * 2
+        yield f"recipe {recipe.name} may give the tied output head weights of its own: {human_bytes(table)} more"
+    if model.dims.max_positions and work.context > model.dims.max_positions:
+        yield f"a context of {work.context:,} is beyond the {model.dims.max_positions:,} positions of config.json"
+
+
+def _memory(memory: CardMemory) -> Iterator[MemoryRow]:
+    for column, nbytes in sorted(memory.weights.items(), key=lambda item: -item[1]):
+        yield MemoryRow(column=f"weights: {column}", nbytes=nbytes)
+    yield MemoryRow(column="KV cache", nbytes=memory.cache)
+    yield MemoryRow(column="activations (estimate)", nbytes=memory.activations)
+    yield MemoryRow(column="communication buffers (estimate)", nbytes=memory.buffers)
+    yield MemoryRow(column="reserve", nbytes=memory.reserve)
+    yield MemoryRow(column="free", nbytes=memory.free)
+
+
+def _rows(model: Model, proposals: list[Proposal], work: Workload, card: int) -> Iterator[ProposalRow]:
+    """The best mesh of each (tp, pp, dp), with the values of ep that would do too."""
+    groups: dict[tuple[int, int, int], list[Proposal]] = {}
+    for row in proposals:
+        groups.setdefault((row.mesh.tp, row.mesh.pp, row.mesh.dp), []).append(row)
+    for group in list(groups.values())[:SHOWN]:
+        row = group[0]
+        yield ProposalRow(
+            tp=row.mesh.tp,
+            pp=row.mesh.pp,
+            dp=row.mesh.dp,
+            ep=row.mesh.ep,
+            card_bytes=row.memory.total,
+            free_bytes=row.memory.free,
+            kv_replicas=row.replicas,
+            tp_bytes_per_token_and_layer=row.tp_bytes,
+            ep_bytes_per_token_and_layer=row.ep_bytes,
+            pp_bytes_per_token=row.pp_bytes,
+            longest_context=longest_context(model, row.mesh, work, card),
+            largest_batch=largest_batch(model, row.mesh, work, card),
+            cost=row.cost,
+            other_ep=tuple(other.mesh.ep for other in group[1:]),
+            notes=row.notes,
+        )
+
+
+def _rejected(row: Rejected) -> RejectedRow:
+    shown = tuple(f"tp{mesh.tp} pp{mesh.pp} dp{mesh.dp} ep{mesh.ep}" for mesh in row.meshes[:3])
+    return RejectedRow(reason=row.reason, count=len(row.meshes), examples=shown)
+
+
+def _what_if(model: Model, best: Proposal | None, work: Workload, card: int) -> Iterator[WhatIf]:
+    own, plain = model.caches(work.cache, 1), model.caches(CacheFormat(), 1)
+    positions = model.dims.max_positions
+    for context in sorted({work.context, positions or work.context, MILLION}):
+        one = sequence_bytes(own, context)
+        other = Workload(context, work.concurrency, work.cache)
+        yield WhatIf(
+            context=context,
+            cache_bytes=one,
+            bf16_bytes=sequence_bytes(plain, context),
+            batch=largest_batch(model, best.mesh, other, card) if best else 0,
+            host_bytes=one * work.concurrency,
+            beyond=bool(positions and context > positions),
+        )
+
+
+def _commands(source: _Source, request: Request, mesh: Mesh) -> tuple[str, ...]:
+    recipe = "" if request.recipe.name == "w8a8" else f" --recipe {request.recipe.name}"
+    sizes = {"tp": mesh.tp, "pp": mesh.pp, "ep": mesh.ep, "dp": mesh.dp}
+    options = "".join(f" --{name} {size}" for name, size in sizes.items() if size > 1)
+    return (
+        f"quantkit convert {source.place} -o OUT{recipe} --format sharded{options}",
+        f"quantkit convert {source.place} -o OUT{recipe}",
+    )

@@ -1,0 +1,37 @@
+"""What a config says about rotary positions, in its older and newer spelling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quantkit.archs import text_config
+
+
+def rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The scaling in use: `rope_parameters` (newer) or `rope_scaling`; {} when there is none.
+
+    Where layers of different kinds have their own, it is that of layers that attend to everything.
+    """
+    text = text_config(config)
+    found = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if isinstance(found, Mapping) and isinstance(found.get("full_attention"), Mapping):
+        found = found["full_attention"]
+    return found if isinstance(found, Mapping) else {}
+
+
+def rope_type(config: Mapping[str, Any]) -> str:
+    """ "default", "yarn", "linear", "llama3", ..."""
+    parameters = rope_parameters(config)
+    return str(parameters.get("rope_type") or parameters.get("type") or "default")
+
+
+def rope_text(config: Mapping[str, Any]) -> str:
+    """One phrase: `yarn x 40 from 4,096`."""
+    parameters, kind = rope_parameters(config), rope_type(config)
+    if kind == "default":
+        return "no scaling"
+    factor = parameters.get("factor")
+    original = parameters.get("original_max_position_embeddings")
+    text = kind + (f" x {factor:g}" if isinstance(factor, int | float) else "")
+    return text + (f" from {original:,}" if isinstance(original, int) else "")

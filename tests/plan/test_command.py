@@ -1,0 +1,157 @@
+"""`quantkit plan`: what it prints, refuses and never loads."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from quantkit.cli import main
+from quantkit.plan.devices import DEVICES
+from quantkit.plan.report import PlanReport
+from tests.plan.facts import CONFIGS
+
+TINY = Path(__file__).parents[1] / "models" / "tiny-minimax-m2"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGS["MiniMax-M2.7"]))
+    return path
+
+
+def plan(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["plan", *map(str, arguments)])
+
+
+def as_report(*arguments: object) -> PlanReport:
+    return PlanReport.model_validate_json(plan(*arguments, "--json").stdout)
+
+
+def test_text_has_every_part(config: Path) -> None:
+    done = plan(config, "--device", "K100_AI")
+    assert done.exit_code == 0
+    for text in (
+        "minimax_m2: 229 B parameters, 214 GiB (F8_E4M3 + F32 scale)",
+        "253,952 B a token",
+        "cards of K100_AI, 64.0 GiB (as the driver reports it): fewest 6, recommended 8 (1.2 to",
+        "weights: experts",
+        "reserve",
+        "1,000,000",
+        "beyond positions",
+        f"next: quantkit convert {config.parent} -o OUT --format sharded --tp 8",
+    ):
+        assert text in done.output, text
+
+
+def test_cards_of_a_request_are_planned_for(config: Path) -> None:
+    found = as_report(config, "--device", "k100-ai", "--cards", 16, "--concurrency", 4)
+    assert {row.tp * row.pp * row.dp for row in found.proposals} == {16}
+    assert any(
+        "tp=16 would leave the node of 8 cards" in row.reason and "tp16 pp1 dp1 ep1" in row.examples
+        for row in found.rejected
+    )
+    wide = as_report(config, "--device", "K100_AI", "--cards", 16, "--cards-per-node", 16)
+    assert not any("node" in row.reason for row in wide.rejected)
+
+
+def test_rejections_use_the_words_of_convert(tmp_path: Path) -> None:
+    """6 cards: 48 heads divide, 8 kv heads do not."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGS["Mixtral-8x7B"]))
+    found = as_report(path, "--card-memory", 64, "--cards", 6)
+    reasons = " ".join(row.reason for row in found.rejected)
+    assert "tp=6 does not divide attn.k with 8 kv_heads" in reasons or "tp=6 does not divide attn" in reasons
+    assert "tp=3 does not divide" in reasons
+
+
+def test_int8_cache_lets_more_in(config: Path) -> None:
+    plain = as_report(config, "--device", "K100_AI", "--cards", 8).proposals[0]
+    keys = as_report(config, "--device", "K100_AI", "--cards", 8, "--kv-keys", "int8").proposals[0]
+    both = as_report(config, "--device", "K100_AI", "--cards", 8, "--kv-keys", "int8", "--kv-values", "int8").proposals[
+        0
+    ]
+    assert plain.largest_batch < keys.largest_batch < both.largest_batch
+    assert plain.longest_context < keys.longest_context < both.longest_context
+
+
+def test_what_fits_is_the_limit(config: Path) -> None:
+    """The longest context fits, one token more does not; so for the batch."""
+    best = as_report(config, "--device", "K100_AI", "--cards", 8).proposals[0]
+    fits = ("--device", "K100_AI", "--cards", 8, "--json")
+
+    def same_mesh_fits(*arguments: object) -> bool:
+        found = PlanReport.model_validate_json(plan(config, *fits, *arguments).stdout)
+        return any(
+            (row.tp, row.pp, row.dp) == (best.tp, best.pp, best.dp) and best.ep in (row.ep, *row.other_ep)
+            for row in found.proposals
+        )
+
+    assert same_mesh_fits("--context", best.longest_context)
+    assert not same_mesh_fits("--context", best.longest_context + 1)
+    assert same_mesh_fits("--concurrency", best.largest_batch)
+    assert not same_mesh_fits("--concurrency", best.largest_batch + 1)
+
+
+def test_nothing_fits_is_an_answer_with_code_3(config: Path) -> None:
+    done = plan(config, "--card-memory", 16, "--cards", 2)
+    assert done.exit_code == 3
+    assert "nothing fits on 2 cards" in done.output
+    assert "the weights of one card alone are larger than its memory less the reserve" in done.output
+    assert "fewest 24" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        ([], 2, "no card was given"),
+        (["--device", "H9000"], 2, "choices: K100_AI"),
+        (["--device", "Z100"], 2, "pass --card-memory GiB too"),
+        (["--card-memory", "64", "--recipe", "none-such"], 2, "no recipe"),
+    ],
+)
+def test_bad_use(arguments: list[str], code: int, text: str, config: Path) -> None:
+    done = plan(config, *arguments)
+    assert done.exit_code == code
+    assert text in done.stderr
+
+
+def test_wrong_path(tmp_path: Path) -> None:
+    done = plan(tmp_path / "nothing", "--card-memory", 64)
+    assert done.exit_code == 3
+    assert "neither a folder nor a config.json" in done.stderr
+
+
+def test_latents_have_one_dtype(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGS["Kimi-K2"]))
+    done = plan(path, "--device", "K100_AI", "--kv-keys", "int8")
+    assert done.exit_code == 2
+    assert "latents" in done.stderr
+
+
+def test_an_unknown_model_type_and_a_vision_tower_are_said(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIGS["Llama-3-70B"], "model_type": "novel", "vision_config": {"depth": 2}}))
+    warnings = " ".join(as_report(path, "--card-memory", 64).warnings)
+    assert "novel has no record of its own" in warnings
+    assert "vision tower" in warnings
+
+
+def test_no_speed_is_claimed_of_any_card() -> None:
+    assert all(set(vars(row)) == {"name", "arch", "mib", "note"} for row in DEVICES)
+
+
+@pytest.mark.parametrize("model", [str(TINY), "config"])
+def test_torch_is_not_imported(model: str, config: Path) -> None:
+    path = str(config) if model == "config" else model
+    code = (
+        "import sys; from quantkit.cli import main\n"
+        f"main(['plan', {path!r}, '--device', 'K100_AI', '--json'], standalone_mode=False)\n"
+        "heavy = [name for name in ('torch', 'transformers', 'numpy') if name in sys.modules]\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
