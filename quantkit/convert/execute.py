@@ -1,7 +1,7 @@
 """Carry out a plan: one file is one unit of work, done by N threads, each finished one noted in a journal.
 
-Threads are enough: reading, arithmetic, hashing and writing all release the interpreter lock (it is held for about a
-twentieth of the time), and they share one torch and one plan. `--part` and `--ray` add processes.
+Threads do it: reading, arithmetic, hashing and writing release the interpreter lock, which is held for about a tenth of
+the time, and they share one torch and one plan. Where more than about eight are to work, `--part` adds processes.
 
 The journal entry of a file is written after the file itself has its final name, so a crash at any moment repeats at
 most the files in hand. Source files are hashed by the same workers right after the files that read them, when their

@@ -9,7 +9,7 @@ import xxhash
 
 from quantkit.spec.manifest import OutputFile, TensorRecord
 
-_CHUNK = 4 << 20
+_CHUNK = 1 << 20
 
 
 def hash_file(path: Path, expected: OutputFile, records: list[TensorRecord]) -> list[str]:
@@ -30,7 +30,8 @@ def hash_file(path: Path, expected: OutputFile, records: list[TensorRecord]) -> 
                 digest.update(view[:count])
                 while first < len(spans) and spans[first].offset + spans[first].nbytes <= position:
                     first += 1
-                for record in spans[first:]:
+                for index in range(first, len(spans)):
+                    record = spans[index]
                     if record.offset >= position + count:
                         break
                     low = max(record.offset - position, 0)
