@@ -13,6 +13,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from quantkit.archs import Architecture, Dims, Key, architecture_for, roles_snippet, text_config
+from quantkit.archs.structure import Layer, draft_layers, layers_of
+from quantkit.companions import check_companions, check_positions
 from quantkit.crosscheck import Problem, cross_check
 from quantkit.errors import InputError
 from quantkit.garbage import collection_paused
@@ -25,7 +27,10 @@ from quantkit.memory import (
     inventory,
     native_dtypes,
 )
+from quantkit.operators import OperatorRow, operator_list
+from quantkit.plan.native import promised_weights
 from quantkit.recipe import Recipe, load_recipe
+from quantkit.rope import rope_text
 from quantkit.spec.index import open_checkpoint, read_json
 from quantkit.spec.tensorfile import Header, read_header
 
@@ -41,6 +46,11 @@ class Structure(_Strict):
         record: name of the architecture record that reads it.
         latent_rank: of keys and values (MLA), 0 for plain attention.
         moe_layers: layers that hold experts, by the tensors; None when there are no tensors.
+        rope: scaling of positions.
+        window: positions that windowed layers see, the largest; window_layers: how many layers are such.
+        linear_layers, indexed_layers: layers of linear attention, layers with an indexer.
+        draft_layers: by the tensors, else by the config.
+        scoring: of the router, as the config says, "" when it does not.
         shared_intermediate: total width of the shared experts.
     """
 
@@ -62,6 +72,14 @@ class Structure(_Strict):
     moe_layers: int | None
     max_positions: int
     tied_embeddings: bool
+    rope: str
+    window: int
+    window_layers: int
+    linear_layers: int
+    indexed_layers: int
+    draft_layers: int
+    vision: bool
+    scoring: str
 
 
 class ColumnRow(_Strict):
@@ -93,6 +111,9 @@ class Inspection(_Strict):
         output_nbytes: of all tensors after the conversion.
         columns: the same by role column.
         unclassified: names without a role (the first 50).
+        operators: what the model is made of and who runs it.
+
+    Without tensors, parameters and columns are what the config promises, and `tensors` is 0.
     """
 
     name: str
@@ -109,6 +130,7 @@ class Inspection(_Strict):
     output_nbytes: int
     columns: tuple[ColumnRow, ...]
     unclassified: tuple[str, ...]
+    operators: tuple[OperatorRow, ...]
 
     @property
     def sound(self) -> bool:
@@ -120,7 +142,7 @@ def inspect(root: Path, recipe_name: str = "w8a8") -> Inspection:
     """Describe a checkpoint folder.
 
     Args:
-        root: folder with a config.json and, usually, *.safetensors.
+        root: folder with a config.json and, usually, *.safetensors; or a config.json, which then speaks alone.
         recipe_name: recipe for the INT8 columns.
 
     Raises:
@@ -128,18 +150,34 @@ def inspect(root: Path, recipe_name: str = "w8a8") -> Inspection:
         UsageError: no such recipe.
     """
     recipe = load_recipe(recipe_name)
-    if not root.is_dir():
+    alone = root.is_file() and root.suffix == ".json"
+    if not root.is_dir() and not alone:
         open_checkpoint(root)  # raises the error that says what is wrong
-    config = read_json(root / "config.json")
+    config = read_json(root if alone else root / "config.json")
     arch = architecture_for(config)
     dims = arch.dims(config)
-    headers, problems = read_headers(root)
+    headers, problems = ({}, [_only_config()]) if alone else read_headers(root)
     weights, unclassified = inventory(arch, headers.values())
     if unclassified:
         problems.append(_without_role(arch, unclassified))
     if weights:
         problems += cross_check(arch, dims, config, weights)
+        problems += check_companions(root, config, _embedding_rows(dims, weights))
+    else:
+        problems += check_positions(config)
+        weights = promised_weights(arch, dims, config)
     return _describe(root, config, arch, dims, recipe, headers, weights, problems, unclassified)
+
+
+def _embedding_rows(dims: Dims, weights: Mapping[Key, Weight]) -> int:
+    """Rows of the table, which a wrong vocab_size does not change."""
+    table = weights.get(Key(None, "embed"))
+    return table.shape[0] if table is not None and table.shape else dims.vocab
+
+
+def _only_config() -> Problem:
+    text = "there are no *.safetensors files: only config.json speaks, and nothing is checked against tensors"
+    return Problem(level="note", what=text, remedy="copy the weights here to check and convert them")
 
 
 def read_headers(root: Path) -> tuple[dict[str, Header], list[Problem]]:
@@ -149,8 +187,7 @@ def read_headers(root: Path) -> tuple[dict[str, Header], list[Problem]]:
     except InputError as error:
         files = sorted(root.glob("*.safetensors"))
         if not files:
-            text = "there are no *.safetensors files: only config.json speaks, and nothing is checked against tensors"
-            return {}, [Problem(level="note", what=text, remedy="copy the weights here to check and convert them")]
+            return {}, [_only_config()]
         problems = [_as_problem(error)]
     headers: dict[str, Header] = {}
     for path in files:
@@ -187,9 +224,11 @@ def _describe(
     unclassified: list[str],
 ) -> Inspection:
     rows = columns(arch, dims, weights.values(), recipe)
+    layers = layers_of(arch, dims, config)
+    roles = {key.role for key in weights}
     return Inspection(
-        name=root.resolve().name,
-        structure=_structure(config, arch, dims, weights),
+        name=root.resolve().name if root.is_dir() else root.resolve().parent.name,
+        structure=_structure(config, arch, dims, weights if headers else {}, layers),
         problems=tuple(sorted(problems, key=lambda problem: problem.level != "error")),
         files=len(headers),
         tensors=sum(len(header.tensors) for header in headers.values()),
@@ -202,10 +241,17 @@ def _describe(
         output_nbytes=sum(row.output_nbytes for row in rows),
         columns=tuple(ColumnRow(**vars(row)) for row in rows),
         unclassified=tuple(unclassified[:50]),
+        operators=operator_list(arch, dims, config, layers, roles),
     )
 
 
-def _structure(config: Mapping[str, Any], arch: Architecture, dims: Dims, weights: Mapping[Key, Weight]) -> Structure:
+def _structure(
+    config: Mapping[str, Any],
+    arch: Architecture,
+    dims: Dims,
+    weights: Mapping[Key, Weight],
+    layers: tuple[Layer, ...],
+) -> Structure:
     moe = {key.layer for key in weights if arch.role(key.role).per_expert and (key.layer or 0) < dims.layers}
     return Structure(
         model_type=str(config.get("model_type") or text_config(config).get("model_type")),
@@ -226,7 +272,36 @@ def _structure(config: Mapping[str, Any], arch: Architecture, dims: Dims, weight
         moe_layers=len(moe) if weights else None,
         max_positions=dims.max_positions,
         tied_embeddings=dims.tied,
+        rope=rope_text(config),
+        window=max((layer.window for layer in layers), default=0),
+        window_layers=sum(layer.window > 0 for layer in layers),
+        linear_layers=sum(layer.attention == "linear" for layer in layers),
+        indexed_layers=sum(layer.indexed for layer in layers),
+        draft_layers=_draft_layers(config, dims, weights),
+        vision="vision_config" in config or any(arch.role(key.role).column == "vision" for key in weights),
+        scoring=str(text_config(config).get("scoring_func") or ""),
     )
+
+
+def _draft_layers(config: Mapping[str, Any], dims: Dims, weights: Mapping[Key, Weight]) -> int:
+    if not weights:
+        return draft_layers(config)
+    beyond = {key.layer for key in weights if key.layer is not None and key.layer >= dims.layers}
+    return len(beyond) or int(any(key.role == "mtp" for key in weights))
+
+
+def details_line(found: Inspection) -> str:
+    """What a person should know beside sizes: positions, windows, other kinds of layers, parts beside the text."""
+    s = found.structure
+    parts = [f"positions {s.max_positions:,}, rope {s.rope}"]
+    parts += [f"{s.window_layers} layers with a window of {s.window:,}"] if s.window_layers else []
+    parts += [f"{s.linear_layers} layers of linear attention"] if s.linear_layers else []
+    parts += [f"{s.indexed_layers} layers with an indexer"] if s.indexed_layers else []
+    parts += [f"router scores by {s.scoring}"] if s.scoring else []
+    parts += [f"{s.draft_layers} draft layers"] if s.draft_layers else []
+    parts += ["a vision tower"] if s.vision else []
+    parts += ["tied embeddings"] if s.tied_embeddings else []
+    return "; ".join(parts)
 
 
 def inspect_line(found: Inspection) -> str:
@@ -238,8 +313,8 @@ def inspect_line(found: Inspection) -> str:
         shared = f" + {s.shared_intermediate // s.moe_intermediate} shared" if s.shared_intermediate else ""
         parts.append(f"{s.experts} experts, top {s.experts_per_token}{shared}, width {s.moe_intermediate}")
     parts.append(f"vocabulary {s.vocab}")
+    active = f" ({human_count(found.active_parameters)} active)" if s.experts else ""
+    parts.append(f"{human_count(found.parameters)} parameters{active}{'' if found.tensors else ' by the config'}")
     if found.tensors:
-        active = f" ({human_count(found.active_parameters)} active)" if s.experts else ""
-        parts.append(f"{human_count(found.parameters)} parameters{active}")
         parts.append(f"{next(iter(found.dtypes), 'no tensors')}, {human_bytes(found.nbytes)}")
     return "; ".join(parts)

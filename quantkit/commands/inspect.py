@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
     epilog="""\b
 Example:
   quantkit inspect tests/models/tiny-minimax-m2
+  quantkit inspect config.json
 """,
 )
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--recipe", default="w8a8", show_default=True, metavar="NAME|FILE", help="Recipe of the INT8 columns.")
 @json_option
 def command(model: Path, recipe: str, as_json: bool) -> None:
-    """Describe the checkpoint in the folder MODEL from its config and headers; no weights are read.
+    """Describe the checkpoint in the folder MODEL from its config and headers, or a config.json alone.
 
     Problems come first, each with its remedy. Exit code 3 if the checkpoint cannot be converted as it is.
     """
@@ -43,8 +45,8 @@ def command(model: Path, recipe: str, as_json: bool) -> None:
 
 
 def render(found: Inspection, out: Console) -> None:
-    """Problems, the one line, the table by role column, and what the recipe makes of it."""
-    from quantkit.inspect import inspect_line
+    """Problems, two lines, the table by role column, what the recipe makes of it, and the operators."""
+    from quantkit.inspect import details_line, inspect_line
     from quantkit.memory import human_bytes, human_count
 
     for problem in found.problems:
@@ -53,8 +55,7 @@ def render(found: Inspection, out: Console) -> None:
             out.print(f"  - {item}", markup=False)
         out.print(f"  next: {problem.remedy}", markup=False)
     out.print(inspect_line(found), markup=False)
-    if not found.tensors:
-        return
+    out.print(details_line(found), markup=False)
     out.print(_table(found))
     share = found.quantized / found.parameters if found.parameters else 0.0
     out.print(
@@ -64,6 +65,8 @@ def render(found: Inspection, out: Console) -> None:
     )
     if found.output_nbytes > found.nbytes and found.quantized:
         out.print("note: the source is smaller than its INT8 form; keep it where cards read it natively")
+    for line in _operator_lines(found):
+        out.print(line, markup=False)
 
 
 def _table(found: Inspection) -> Table:
@@ -85,3 +88,11 @@ def _table(found: Inspection) -> Table:
             human_bytes(row.output_nbytes),
         )
     return table
+
+
+def _operator_lines(found: Inspection) -> Iterator[str]:
+    """The operator list, one line for a function: who runs it here, of what it is made, what to watch."""
+    width = max((len(row.function) for row in found.operators), default=0)
+    yield f"{'operators of':{width}}  {'run by':10}  what they are | what to watch"
+    for row in found.operators:
+        yield f"{row.function:{width}}  {row.state:10}  {row.operators} | {row.watch}"
