@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from quantkit.archs import Architecture, Dims, Key, Kind
 from quantkit.archs.parser import NameParser
 from quantkit.recipe import Recipe
-from quantkit.spec.tensorfile import DTYPE_BITS, Header, TensorInfo
+from quantkit.spec.tensorfile import Header, TensorInfo
 
 DRAFT_COLUMN = "draft layers"
 SCALE_BYTES = 4  # float32, as every scale that we write
@@ -125,13 +125,13 @@ def columns(arch: Architecture, dims: Dims, weights: Iterable[Weight], recipe: R
     for weight in weights:
         name = column_name(arch, dims, weight.key)
         column = found.setdefault(name, Column(name))
-        int8 = is_quantized(arch, recipe, weight)
+        int8 = not dims.is_draft(weight.key) and is_quantized(arch, recipe, weight)  # drafts are kept
         parameters = weight.parameters
         column.tensors += 1
         column.parameters += parameters
         column.nbytes += weight.nbytes
         column.quantized += parameters if int8 else 0
-        column.output_nbytes += output_nbytes(weight, int8)
+        column.output_nbytes += output_nbytes(arch, weight, int8)
     return sorted(found.values(), key=lambda column: (-column.parameters, column.name))
 
 
@@ -161,16 +161,17 @@ def canonical_shape(arch: Architecture, weight: Weight) -> tuple[int, ...]:
     return shape or (1,)
 
 
-def output_nbytes(weight: Weight, int8: bool) -> int:
+def output_nbytes(arch: Architecture, weight: Weight, int8: bool) -> int:
     """Bytes after the conversion: one per value and a float32 scale per output channel, or as it is.
 
     A kept weight whose source has a scale is decoded, so it is counted in BF16.
     """
     if int8:
-        rows = math.prod(weight.shape[:-1])
-        return weight.parameters + SCALE_BYTES * rows
+        rows, columns = canonical_shape(arch, weight)[:2]
+        experts = weight.parameters // (rows * columns)  # of a stacked tensor, else 1
+        return weight.parameters + SCALE_BYTES * rows * experts
     info = weight.payload
-    if info is not None and DTYPE_BITS[info.dtype] == 8 and len(weight.parts) > 1:
+    if info is not None and len(weight.parts) > 1:
         return 2 * weight.parameters
     return weight.nbytes
 
