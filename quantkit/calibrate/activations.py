@@ -1,44 +1,65 @@
-"""The hidden states between two layers: in memory while they fit a budget, else one file per layer boundary.
+"""What enters a layer, between two layers: in memory while it fits a budget, else one file per layer boundary.
 
-Boundary i is what enters layer i. A spooled boundary is durable once `commit` returns, so a killed run continues from
-it. What fits in memory is recomputed instead: its forward pass is cheap by definition.
+Boundary i is what enters layer i: hidden states, and what else the layer before handed on (indices of an indexer, in
+their own dtype). A spooled boundary is durable once `commit` returns, so a killed run continues from it. What fits in
+memory is recomputed instead: its forward pass is cheap by definition.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
+from quantkit.checkpoint.writer import tensor_bytes
 from quantkit.errors import QuantkitError
 from quantkit.spec.tensorfile import Header, build_header, dtype_name, read_header, read_tensor
 
 MEMORY_BUDGET = 256 * 2**20
-"""Bytes of hidden states that stay in memory, of the 1 GiB that calibration may use beside two layers."""
+"""Bytes of hidden states that stay in memory, of the 1 GiB that calibration may use beside its layer."""
+
+_HEADER_BYTES_PER_BATCH = 1024
+"""Room that is left for the header, which is known last: some 100 bytes for a tensor, a few tensors for a batch."""
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """What one batch brings to a layer.
+
+    Attributes:
+        hidden: `[batch, tokens, ...]`, compute dtype.
+        carried: keyword argument -> tensor of any dtype and shape (see `Architecture.carried_state`); an argument that
+            is None is absent.
+    """
+
+    hidden: Tensor
+    carried: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class ActivationStore:
-    """Hidden states of one boundary at a time, one tensor `[batch, tokens, ...]` per batch.
+    """What enters one layer at a time, one `LayerInput` per batch.
 
     Args:
         folder: where boundaries are spooled.
-        batch_shapes: (batch, tokens) of every batch.
+        batches: number of batches.
         spool: whether to spool; decided once from the total size.
         device: where the tensors are wanted.
     """
 
-    def __init__(
-        self, folder: Path, batch_shapes: Sequence[tuple[int, int]], *, spool: bool, device: torch.device
-    ) -> None:
-        self._folder, self._shapes, self._spool, self._device = folder, batch_shapes, spool, device
-        self._current: dict[int, Tensor] = {}
-        self._next: dict[int, Tensor] = {}
+    def __init__(self, folder: Path, batches: int, *, spool: bool, device: torch.device) -> None:
+        self._folder, self._spool, self._device = folder, spool, device
+        self._header_bytes = 64 + _HEADER_BYTES_PER_BATCH * batches
+        self._current: dict[int, LayerInput] = {}
+        self._next: dict[int, LayerInput] = {}
         self._source: tuple[BinaryIO, Header] | None = None
         self._target: BinaryIO | None = None
+        self._rows: list[tuple[str, str, tuple[int, ...]]] = []
 
     def path(self, boundary: int) -> Path:
         return self._folder / f"hidden-{boundary:05d}.safetensors"
@@ -52,29 +73,35 @@ class ActivationStore:
     def start(self, boundary: int) -> None:
         """Make `boundary` the one that `get` reads; `put` then fills the one after it."""
         self._close_source()
-        if self._spool and boundary > 0:
+        if self._spool:
             self._source = (self.path(boundary).open("rb"), read_header(self.path(boundary)))
 
-    def get(self, batch: int) -> Tensor:
-        """Hidden states of a batch, once: what is in memory is let go."""
+    def get(self, batch: int) -> LayerInput:
+        """What a batch brings, once: what is in memory is let go. Several threads may ask for different batches."""
         if self._source is None:
             return self._current.pop(batch)
-        file, header = self._source
-        return read_tensor(file.fileno(), header.tensors[str(batch)], path=header.path).to(self._device)
+        names = [name for name in self._source[1].tensors if name.startswith(f"{batch}/")]
+        return LayerInput(self._read(str(batch)), {name.partition("/")[2]: self._read(name) for name in names})
 
-    def put(self, boundary: int, batch: int, hidden: Tensor) -> None:
+    def _read(self, name: str) -> Tensor:
+        assert self._source is not None
+        file, header = self._source
+        return read_tensor(file.fileno(), header.tensors[name], path=header.path).to(self._device)
+
+    def put(self, boundary: int, batch: int, value: LayerInput) -> None:
         """Add the next batch of `boundary`; batches come in order."""
         if not self._spool:
-            self._next[batch] = hidden
+            self._next[batch] = value
             return
-        data = hidden.cpu().contiguous()
+        tensors = {str(batch): value.hidden, **{f"{batch}/{name}": each for name, each in value.carried.items()}}
         try:
             if self._target is None:
                 self._target = self._temporary(boundary).open("wb")
-                dtype, tail = dtype_name(data.dtype), tuple(data.shape[2:])
-                rows = [(str(index), dtype, (*shape, *tail)) for index, shape in enumerate(self._shapes)]
-                self._target.write(build_header(rows, {}))
-            self._target.write(data.view(torch.uint8).numpy().data)
+                self._target.seek(self._header_bytes)
+            for name, tensor in tensors.items():
+                data = tensor.cpu().contiguous()
+                self._rows.append((name, dtype_name(data.dtype), tuple(data.shape)))
+                self._target.write(tensor_bytes(data))
         except OSError as error:
             raise QuantkitError(
                 f"{self._temporary(boundary)}: {error.strerror or error}",
@@ -86,10 +113,12 @@ class ActivationStore:
         self._current, self._next = self._next, {}
         if self._target is None:
             return
+        self._target.seek(0)
+        self._target.write(_padded(build_header(self._rows, {}), self._header_bytes))
         self._target.flush()
         os.fsync(self._target.fileno())
         self._target.close()
-        self._target = None
+        self._target, self._rows = None, []
         self._temporary(boundary).rename(self.path(boundary))
 
     def forget(self, boundary: int) -> None:
@@ -109,3 +138,13 @@ class ActivationStore:
         if self._source is not None:
             self._source[0].close()
             self._source = None
+
+
+def _padded(header: bytes, size: int) -> bytes:
+    """A safetensors header of exactly `size` bytes: the JSON is followed by spaces."""
+    if len(header) > size:
+        raise QuantkitError(
+            f"the names of what is handed from layer to layer take {len(header)} bytes, {size} were left for them",
+            "raise calibration.batch_tokens, so that there are fewer batches",
+        )
+    return struct.pack("<Q", size - 8) + header[8:] + b" " * (size - len(header))

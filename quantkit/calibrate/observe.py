@@ -1,8 +1,7 @@
 """Who sees what enters every GEMM of one decoder layer, and whether anything was missed.
 
 `nn.Linear` modules are seen by forward pre-hooks, experts with 3-D parameters through `quantkit.calibrate.experts`.
-GEMMs that read the same tensor (q, k and v; gate and up; all of a router's neighbours) are measured once and share
-the statistics; that it is the same tensor is checked, not assumed from their roles.
+Each batch is measured on its own, by the thread that runs it (`measure.py`); `merge` adds up batches in their order.
 
 `activations.safetensors` holds, for every input, the fields of `InputStats` as `INPUT.FIELD`. INPUT is
 `layers.3.attn.in`, or `layers.3.mlp.in.experts` and `layers.3.expert.down_in.experts` for routed experts, whose
@@ -11,6 +10,7 @@ statistics have one row per expert.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,9 +25,16 @@ from quantkit.archs import Architecture, Dims, Key
 from quantkit.archs.modeling import parameter_key
 from quantkit.calibrate.data import Batch
 from quantkit.calibrate.experts import OBSERVER, Routing
-from quantkit.calibrate.statistics import InputStats, TokenStats, channel_absmax, token_stats
+from quantkit.calibrate.measure import BatchMeasurement, Layer
+from quantkit.calibrate.statistics import InputStats
 from quantkit.calibrate.weights import gemm_keys
-from quantkit.errors import InputError
+from quantkit.errors import QuantkitError
+
+
+class _Current(threading.local):
+    """The batch that this thread runs."""
+
+    batch: BatchMeasurement
 
 
 class LayerObserver:
@@ -41,24 +48,18 @@ class LayerObserver:
         device: where activations are.
 
     Attributes:
-        inputs: INPUT -> statistics.
-        input_of: GEMM -> INPUT.
-        rows: GEMM -> rows that entered it.
-        routed: int64 `[E]`, rows that the router sent to each fused expert, counted before the experts run.
+        inputs, input_of, rows, routed: those of `BatchMeasurement` over all merged batches.
     """
 
     def __init__(
         self, arch: Architecture, dims: Dims, layer: int, prefix: str, *, kinds: int, device: torch.device
     ) -> None:
-        self._arch, self._dims, self._layer, self._prefix = arch, dims, layer, prefix
-        self._kinds, self._device = kinds, device
+        self._layer = Layer(arch, dims, layer, prefix, kinds, device)
         self.inputs: dict[str, InputStats] = {}
         self.input_of: dict[Key, str] = {}
         self.rows: Counter[Key] = Counter()
         self.routed: NDArray[np.int64] = np.zeros(dims.experts, np.int64)
-        self._batch: Batch | None = None
-        self._current: dict[tuple[str, int], tuple[Tensor, TokenStats]] = {}
-        self._expert_absmax: dict[str, Tensor] = {}
+        self._current = _Current()
         self._names: dict[int, str] = {}
         self._keys: dict[tuple[int, str], list[Key]] = {}
 
@@ -83,131 +84,62 @@ class LayerObserver:
             for module in fused:
                 delattr(module, OBSERVER)
 
-    def begin(self, batch: Batch) -> None:
-        """The next forward runs `batch`."""
-        self._batch = batch
-        self._current.clear()  # holds the inputs alive until here, so that equal addresses mean equal tensors
+    @contextmanager
+    def measuring(self, batch: Batch) -> Iterator[BatchMeasurement]:
+        """What this thread runs through the layer inside the block is `batch`; `merge` the result."""
+        self._current.batch = found = BatchMeasurement(self._layer, batch)
+        try:
+            yield found
+        finally:
+            found.done()
 
-    # ------------------------------------------------------------------------------------------- linear modules
+    def merge(self, batch: BatchMeasurement) -> None:
+        """Add the next batch; sums are added in the order of these calls."""
+        for key, name in batch.input_of.items():
+            if self.input_of.setdefault(key, name) != name:
+                raise QuantkitError(
+                    f"the input of {key.shard_name} is {name} for one batch and {self.input_of[key]} for another: "
+                    "modules that share an input do not share it always",
+                    "report this model",
+                )
+        for name, stats in batch.inputs.items():
+            self.inputs[name] = self.inputs[name].merge(stats) if name in self.inputs else stats
+        self.rows.update(batch.rows)
+        self.routed += batch.routed
 
     def _attach_linear(self, name: str, module: nn.Module) -> list[Any]:
-        key = parameter_key(self._arch, f"{self._prefix}.{name}.weight")
-        keys = gemm_keys(self._arch, self._dims, key)
+        key = parameter_key(self._layer.arch, f"{self._layer.prefix}.{name}.weight")
+        keys = gemm_keys(self._layer.arch, self._layer.dims, key)
         if not keys:
             return []
 
         def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            self._linear(name, key, keys, args[0])
+            self._current.batch.linear(name, key, keys, args[0])
 
         return [module.register_forward_pre_hook(hook)]
-
-    def _linear(self, name: str, key: Key, keys: list[Key], x: Tensor) -> None:
-        x_TK = x.reshape(-1, x.shape[-1])
-        found = self.input_of.get(keys[0]) or self._choose_input(key, x_TK)
-        for each in keys:
-            self.input_of[each] = found
-            self.rows[each] += x_TK.shape[0]
-        row = key.expert or 0
-        if x_TK.shape[0] and not self._same(found, row, x_TK):
-            self._add(found, row, x_TK, name, experts=1 if key.expert is None else self._dims.experts)
-
-    def _choose_input(self, key: Key, x_TK: Tensor) -> str:
-        """INPUT of a module that is seen for the first time: its role's, unless another tensor has that name."""
-        role = self._arch.role(key.role)
-        name = self._input_name(role.input or role.name, per_expert=key.expert is not None)
-        taken = (name, key.expert or 0) in self._current and not self._same(name, key.expert or 0, x_TK)
-        return f"{name}.{key.role}" if taken else name
-
-    def _input_name(self, name: str, *, per_expert: bool) -> str:
-        return f"layers.{self._layer}.{name}" + (".experts" if per_expert else "")
-
-    def _add(self, name: str, row: int, x_TK: Tensor, module: str, experts: int = 1) -> TokenStats:
-        """Measure rows that belong to one row of the statistics `name`."""
-        assert self._batch is not None
-        stats = self._measure(x_TK, module)
-        self._current[name, row] = (x_TK, stats)
-        absmax_EK = torch.zeros(experts, x_TK.shape[-1], device=self._device)
-        absmax_EK[row] = channel_absmax(x_TK)
-        self._stats(name, absmax_EK).add(absmax_EK, self._batch.kind, stats, np.full(x_TK.shape[0], row))
-        return stats
-
-    def _stats(self, name: str, like_EK: Tensor) -> InputStats:
-        if name not in self.inputs:
-            self.inputs[name] = InputStats.empty(like_EK.shape[0], like_EK.shape[1], self._kinds, self._device)
-        return self.inputs[name]
-
-    def _same(self, name: str, expert: int, x_TK: Tensor) -> bool:
-        """Whether `x_TK` is the tensor that was measured under this name in this batch."""
-        known = self._current.get((name, expert))
-        return (
-            known is not None
-            and known[0].data_ptr() == x_TK.data_ptr()
-            and known[0].shape == x_TK.shape
-            and known[0].stride() == x_TK.stride()
-        )
-
-    def _measure(self, x: Tensor, module: str, token: Tensor | None = None) -> TokenStats:
-        """Row statistics; `token` maps rows to tokens of the batch where they are not the same."""
-        stats = token_stats(x)
-        infinite = np.flatnonzero(~np.isfinite(stats.absmax))
-        if len(infinite):
-            self._refuse(module, int(infinite[0] if token is None else token[infinite[0]]))
-        return stats
-
-    def _refuse(self, module: str, token: int) -> None:
-        assert self._batch is not None
-        raise InputError(
-            f"the input of {self._prefix}.{module} is not finite on {self._batch.describe(token)}",
-            "leave that sample out, or check the weights of the layers before it with `quantkit inspect`",
-        )
 
     # -------------------------------------------------------------------------------------------- fused experts
 
     def _count_routed(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Rows that the router sends to each expert, counted apart from what the experts function reports."""
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        index = next(value for value in tensors if not value.is_floating_point())
-        experts = self._dims.experts
-        self.routed += np.bincount(index.reshape(-1).cpu().numpy(), minlength=experts)[:experts]
+        self._current.batch.count_routed(next(value for value in tensors if not value.is_floating_point()))
 
     def expert_rows(self, module: Any, expert: int, projection: str, x_SK: Tensor) -> None:
         """See `experts.ExpertsObserver`."""
-        if projection not in self._expert_absmax:
-            self._expert_absmax[projection] = torch.zeros(self._dims.experts, x_SK.shape[-1], device=self._device)
-        self._expert_absmax[projection][expert] = channel_absmax(x_SK)
-        for key in self._projection_keys(module, projection):
-            self.rows[key._replace(expert=expert)] += x_SK.shape[0]
+        self._current.batch.expert_rows(self._projection_keys(module, projection), expert, projection, x_SK)
 
     def expert_inputs(self, module: Any, projection: str, x: Tensor, routing: Routing) -> None:
         """See `experts.ExpertsObserver`."""
-        assert self._batch is not None
         keys = self._projection_keys(module, projection)
-        role = self._arch.role(keys[0].role)
-        if projection == "in":
-            stats = self._shared_stats(role.input, x, self._names[id(module)]).take(routing.token.cpu().numpy())
-        else:
-            stats = self._measure(x, f"{self._names[id(module)]}.{projection}_proj", routing.token)
-        name = self._input_name(role.input, per_expert=True)
-        for key in keys:
-            self.input_of.update({key._replace(expert=expert): name for expert in range(self._dims.experts)})
-        absmax_EK = self._expert_absmax.pop(projection)
-        self._stats(name, absmax_EK).add(absmax_EK, self._batch.kind, stats, routing.expert.cpu().numpy())
-
-    def _shared_stats(self, input_name: str, x_TK: Tensor, module: str) -> TokenStats:
-        """Statistics of the tensor that all experts read; measured here unless a neighbour already did."""
-        name = self._input_name(input_name, per_expert=False)
-        if self._same(name, 0, x_TK):
-            return self._current[name, 0][1]
-        if (name, 0) in self._current:
-            name = f"{name}.experts_all"
-        return self._add(name, 0, x_TK, module)
+        self._current.batch.expert_inputs(keys, self._names[id(module)], projection, x, routing)
 
     def _projection_keys(self, module: Any, projection: str) -> list[Key]:
         """Keys of a projection's GEMMs, expert None; a gated projection has two."""
         if (id(module), projection) not in self._keys:
             leaf = "down_proj" if projection == "down" else "gate_up_proj" if module.has_gate else "up_proj"
-            key = parameter_key(self._arch, f"{self._prefix}.{self._names[id(module)]}.{leaf}")
-            parts = self._arch.role(key.role).parts or (key.role,)
+            key = parameter_key(self._layer.arch, f"{self._layer.prefix}.{self._names[id(module)]}.{leaf}")
+            parts = self._layer.arch.role(key.role).parts or (key.role,)
             self._keys[id(module), projection] = [key._replace(role=part) for part in parts]
         return self._keys[id(module), projection]
 

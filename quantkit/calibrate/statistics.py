@@ -3,10 +3,8 @@
 Shape suffixes: T tokens (rows), K input channels, E experts (1 for an input that is not per expert), B histogram bins,
 C kinds of text.
 
-Errors and sums of squares are computed per row in float32 and added in float64, one row after the other in the order
-of the samples, so a sum does not depend on how many threads computed it. The activations themselves may: BLAS and
-attention may split their sums by thread on large batches. Artifacts are byte-identical for an equal number of threads
-and may differ in the last digits of a float32 for others; weight scales never depend on it.
+Errors and sums of squares are computed per row in float32 and added in float64, one row after the other within a batch
+and then batch by batch, so a sum does not depend on how many batches ran side by side (`parallel.py`).
 """
 
 from __future__ import annotations

@@ -1,19 +1,24 @@
 """transformers' model, one decoder layer in memory at a time.
 
-The model is built on `meta`; embeddings, final norm and head get their weights. To run layer i, the model's own
-forward is called for each batch with every other layer passing its input through: layer i gets the hidden states that
-the model hands to it there, and exactly the arguments (masks, position embeddings, ...) that this model calls it with,
-so nothing needs to be recorded or understood. What enters layer i + 1 is kept for the next round. The results are bit
-for bit those of the whole model in memory.
+The model is built on `meta`. To run layer i, the model's own forward is called for each batch with every other layer
+passing its input through: layer i gets the hidden states that belong there, and exactly the arguments (masks,
+position embeddings, ...) that this model calls it with, so nothing needs to be recorded or understood. What enters
+layer i + 1 is kept for the next round, with the state that layers of some families hand on beside the hidden states
+(`Architecture.carried_state`). The results are bit for bit those of the whole model in memory.
 
-Peak memory: embeddings and head, one layer in the compute dtype and its stored tensors while they are assembled.
+Several threads may run batches through one layer: only the layer itself runs side by side, the model around it one
+batch at a time, because some of its modules keep state between calls (rotary embeddings that grow with the length).
+
+Peak memory: one layer in the compute dtype and one stored tensor of it (one expert of stacked ones); before the first
+layer, the rows of the embedding table that the text needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,27 +26,50 @@ from torch import Tensor, nn
 
 from quantkit.archs import Key
 from quantkit.archs.modeling import build_skeleton, load_config, parameter_key, parameter_value, set_tensor
+from quantkit.calibrate.activations import LayerInput
+from quantkit.calibrate.weights import not_finite
 from quantkit.checkpoint.reader import Source
 from quantkit.errors import InputError
 
 GetTensor = Callable[[Key], Tensor]
 
+_TABLE_BYTES = 32 * 2**20
+"""Of a table outside the layers that are read at once."""
 
-class _Mode(Enum):
-    PASS = 0  # return what came in
-    FEED = 1  # replace what came in, run nothing
-    RUN = 2  # replace what came in (unless there is nothing to replace it with) and run the layer
+
+@dataclass
+class _Call:
+    """One pass of one batch through the model.
+
+    Attributes:
+        layer: the layer that is fed, -1 for none.
+        feed: what it gets instead of what comes in.
+        runs: whether it runs, or passes on what it got.
+        received: what entered the layer after it.
+        returned: hidden states that it returned.
+    """
+
+    layer: int
+    feed: LayerInput | None = None
+    runs: bool = False
+    received: LayerInput | None = None
+    returned: LayerInput | None = None
+
+
+class _Calls(threading.local):
+    """The pass that this thread is in."""
+
+    current: _Call
 
 
 class _Seat:
-    """What a decoder layer's `forward` is replaced with: passes hidden states through, or feeds and runs the layer."""
+    """What a decoder layer's `forward` is replaced with: passes on what came in, or feeds and runs the layer."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        self._forward = layer.forward
-        self.mode = _Mode.PASS
-        self.feed: Tensor | None = None
-        self.received: Tensor | None = None
-        self.returned: Tensor | None = None
+    def __init__(
+        self, index: int, layer: nn.Module, carries: Mapping[str, int], calls: _Calls, outside: threading.Lock
+    ) -> None:
+        self._index, self._forward, self._carries = index, layer.forward, carries
+        self._calls, self._outside = calls, outside
         layer.forward = self  # an instance attribute shadows the method, on purpose
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,14 +77,33 @@ class _Seat:
             hidden, args = args[0], args[1:]
         else:
             hidden = kwargs.pop("hidden_states")
-        self.received = hidden
-        if self.feed is not None and self.mode is not _Mode.PASS:
-            hidden = self.feed
-        if self.mode is not _Mode.RUN:
-            return hidden
-        output = self._forward(hidden, *args, **kwargs)
-        self.returned = output[0] if isinstance(output, tuple) else output
+        carried = {name: kwargs[name] for name in self._carries if isinstance(kwargs.get(name), Tensor)}
+        value, call = LayerInput(hidden, carried), self._calls.current
+        if self._index == call.layer + 1:
+            call.received = value
+        if self._index != call.layer:
+            return self._passed(value)
+        value = call.feed or value
+        return self._run(call, value, args, kwargs) if call.runs else self._passed(value)
+
+    def _run(self, call: _Call, value: LayerInput, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        carried = {name: value.carried.get(name) for name in self._carries}
+        self._outside.release()  # other batches may pass through the model around the layer meanwhile
+        try:
+            output = self._forward(value.hidden, *args, **{**kwargs, **carried})
+        finally:
+            self._outside.acquire()
+        call.returned = LayerInput(output[0] if isinstance(output, tuple) else output)
         return output
+
+    def _passed(self, value: LayerInput) -> Any:
+        """`value` in the form of the layer's output."""
+        if not self._carries:
+            return value.hidden
+        output: list[Tensor | None] = [value.hidden, *[None] * max(self._carries.values())]
+        for name, position in self._carries.items():
+            output[position] = value.carried.get(name)
+        return tuple(output)
 
 
 class LayerStream:
@@ -84,37 +131,90 @@ class LayerStream:
         layers = self.model.get_submodule(self.prefix)
         assert isinstance(layers, nn.ModuleList)
         self.layers = layers
+        self._tables = _table_names(self.model)
         self._place_outside()
-        self._seats = [_Seat(layer) for layer in layers]
+        self._calls, self._outside = _Calls(), threading.Lock()
+        for index, layer in enumerate(layers):
+            _Seat(index, layer, source.arch.carried_state, self._calls, self._outside)
 
     def __len__(self) -> int:
         return len(self.layers)
 
+    # ------------------------------------------------------------------------------------------------- weights
+
     def _place_outside(self) -> None:
-        """Weights outside the layers, and every buffer that the class computed, on the device."""
+        """Weights outside the layers but the two tables, and every buffer that the class computed, on the device."""
         for name, buffer in list(self.model.named_buffers()):
             set_tensor(self.model, name, buffer.to(self.device))
-        placed: dict[Key, Tensor] = {}  # a tied table is placed twice and read once
         stored = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         for name in [*stored, *_stored_buffers(self.model)]:
-            if not name.startswith(f"{self.prefix}."):
-                key = self._stored_key(name)
-                if key not in placed:
-                    placed[key] = self._value(name, key, self.source.get)
-                set_tensor(self.model, name, placed[key])
+            if not name.startswith(f"{self.prefix}.") and name not in self._tables.values():
+                key = parameter_key(self.source.arch, name)
+                set_tensor(self.model, name, self.source.get(key).to(self.device, self._dtype_of(key)))
 
-    def _stored_key(self, name: str) -> Key:
-        """Key of a parameter; a tied output head is the embedding table."""
+    def _dtype_of(self, key: Key) -> torch.dtype:
+        return torch.float32 if key.role in self.source.arch.float32_parameters else self.dtype
+
+    def _table_key(self, name: str) -> Key:
+        """Stored key of the embeddings or the head; a tied head is the embedding table."""
         key = parameter_key(self.source.arch, name)
         return Key(None, "embed") if key == Key(None, "lm_head") and self.source.tied else key
 
-    def _value(self, name: str, key: Key, get: GetTensor) -> Tensor:
-        if key.layer is None:
-            value = get(key)
-        else:
-            value = parameter_value(self.source.arch, self.source.dims, name, get)
-        keep_float32 = key.role in self.source.arch.float32_parameters
-        return value.to(self.device, torch.float32 if keep_float32 else self.dtype)
+    @contextmanager
+    def embeddings(self, ids: Tensor) -> Iterator[None]:
+        """Give the embedding table the rows of these token ids inside the block.
+
+        The table has its full size, but rows that no text needs are never written, so they take no memory.
+
+        Raises:
+            InputError: the table, any row of it, is not finite.
+        """
+        with self._placed(self._tables["input"], ids.unique()):
+            yield
+
+    @contextmanager
+    def _placed(self, name: str, wanted: Tensor | None) -> Iterator[None]:
+        """Give a table its rows (`wanted`: ascending indices, None: all) inside the block."""
+        placeholder = self.model.get_parameter(name)
+        key = self._table_key(name)
+        table = torch.empty(placeholder.shape, dtype=self._dtype_of(key), device=self.device)
+        for start, rows in self._rows_of(key):
+            stop = start + len(rows)
+            if wanted is None:
+                table[start:stop] = rows
+            else:
+                mine = wanted[(wanted >= start) & (wanted < stop)]
+                table[mine.to(self.device)] = rows[mine - start].to(table)
+        set_tensor(self.model, name, table)
+        try:
+            yield
+        finally:
+            set_tensor(self.model, name, placeholder)
+
+    def _rows_of(self, key: Key) -> Iterator[tuple[int, Tensor]]:
+        """(first row, rows) of a stored table, a piece at a time, checked to be finite."""
+        entry = self.source.entries[key]
+        total, width = entry.shape
+        step = max(1, _TABLE_BYTES // (4 * width))
+        for start in range(0, total, step):
+            rows = self.source.fetch(key, (start, min(start + step, total)))
+            if not bool(torch.isfinite(rows).all()):
+                raise not_finite(entry.name)
+            yield start, rows
+
+    def check_outside(self) -> None:
+        """Read everything outside the layers but the embeddings, which are read anyway.
+
+        Raises:
+            InputError: it is not finite; the tensor on disk is named.
+        """
+        for name, parameter in self.model.named_parameters():
+            if not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
+                raise not_finite(name)
+        head = self._table_key(self._tables["output"]) if "output" in self._tables else Key(None, "embed")
+        if head != Key(None, "embed"):
+            for _ in self._rows_of(head):
+                pass
 
     @contextmanager
     def materialized(self, layer: int, get: GetTensor | None = None) -> Iterator[nn.Module]:
@@ -126,64 +226,86 @@ class LayerStream:
         """
         module = self.layers[layer]
         placeholders = dict(module.named_parameters())
-        for name in [*placeholders, *_stored_buffers(module)]:
-            full = f"{self.prefix}.{layer}.{name}"
-            key = parameter_key(self.source.arch, full)
-            set_tensor(module, name, self._value(full, key, get or self.source.get))
+        wanted = {**placeholders, **{name: module.get_buffer(name) for name in _stored_buffers(module)}}
         try:
+            for name, like in wanted.items():
+                set_tensor(module, name, self._value(f"{self.prefix}.{layer}.{name}", like, get or self.source.get))
             yield module
         finally:
             for name, parameter in placeholders.items():
                 set_tensor(module, name, parameter)
 
-    def run_layer(self, layer: int, ids_BS: Tensor, hidden: Tensor | None) -> Tensor:
+    def _value(self, name: str, like: Tensor, get: GetTensor) -> Tensor:
+        """Value of a layer's parameter on the device; stacked experts come one by one into their place."""
+        arch, dims = self.source.arch, self.source.dims
+        key = parameter_key(arch, name)
+        stacked = arch.role(key.role).per_expert and key.expert is None
+        if not stacked:
+            return parameter_value(arch, dims, name, get).to(self.device, self._dtype_of(key))
+        value = torch.empty(like.shape, dtype=self._dtype_of(key), device=self.device)
+        for expert in range(dims.experts):
+            one = parameter_value(arch, dims, name, lambda key, e=expert: get(key._replace(expert=e))[None])  # type: ignore[misc]
+            if one.shape[1:] != value.shape[1:] or len(value) != dims.experts:
+                return parameter_value(arch, dims, name, get)  # `set_tensor` names the two shapes
+            value[expert] = one[0]
+        return value
+
+    # ------------------------------------------------------------------------------------------------- running
+
+    def embed(self, ids_BS: Tensor) -> LayerInput:
+        """What enters layer 0, inside `embeddings`; token ids `[batch, tokens]`, without padding."""
+        call = _Call(-1)
+        self._pass(call, self.model.get_decoder(), input_ids=ids_BS.to(self.device))  # type: ignore[operator]
+        assert call.received is not None
+        return call.received
+
+    def run_layer(self, layer: int, value: LayerInput) -> LayerInput:
         """Run one materialized layer on one batch.
 
-        Args:
-            layer: index.
-            ids_BS: token ids `[batch, tokens]`, without padding.
-            hidden: what enters the layer; None for layer 0, which takes the embeddings.
-
         Returns:
-            What enters the next layer (of the last layer: what it returns).
+            What enters the next layer (of the last layer: the hidden states that it returns).
         """
-        seat = self._seats[layer]
-        seat.mode, seat.feed = _Mode.RUN, hidden
-        try:
-            self._decoder(ids_BS)
-            is_last = layer + 1 == len(self)
-            result = seat.returned if is_last else self._seats[layer + 1].received
-        finally:
-            self._clear()
+        call = _Call(layer, value, runs=True)
+        self._pass(call, self.model.get_decoder(), inputs_embeds=self._stand_in(value))  # type: ignore[operator]
+        result = call.returned if layer + 1 == len(self) else call.received
         assert result is not None
         return result
 
-    def logits(self, ids_BS: Tensor, hidden: Tensor) -> Tensor:
+    def logits(self, value: LayerInput) -> Tensor:
         """Logits `[batch, tokens, vocabulary]` from the last layer's output."""
-        seat = self._seats[-1]
-        seat.mode, seat.feed = _Mode.FEED, hidden
-        try:
-            with torch.inference_mode():
-                output: Tensor = self.model(input_ids=ids_BS.to(self.device), use_cache=False).logits
-                return output
-        finally:
-            self._clear()
+        call = _Call(len(self) - 1, value)
+        with self._placed(self._tables["output"], None):
+            logits: Tensor = self._pass(call, self.model, inputs_embeds=self._stand_in(value)).logits
+        return logits
 
-    def _decoder(self, ids_BS: Tensor) -> None:
-        decoder = self.model.get_decoder()  # type: ignore[operator]  # of every transformers language model
+    def _stand_in(self, value: LayerInput) -> Tensor:
+        """In the place of embeddings where the model only looks at their shape: the layer that runs is fed."""
+        batch, tokens = value.hidden.shape[:2]
+        return value.hidden.new_zeros(1, 1, 1).expand(batch, tokens, self.source.dims.hidden)
+
+    def _pass(self, call: _Call, model: nn.Module, **inputs: Tensor) -> Any:
+        self._calls.current = call
         try:
-            with torch.inference_mode():
-                decoder(input_ids=ids_BS.to(self.device), use_cache=False)
+            with self._outside, torch.inference_mode():
+                return model(**inputs, use_cache=False)
         except ValueError as error:
             raise InputError(
                 f"the layers of {type(self.model).__name__} cannot be run one at a time ({error}): they hand on more "
                 "than hidden states, such as another layer's indices",
-                "this family cannot be calibrated yet; convert it without --calibration",
+                "declare `carried_state` in the family's record in quantkit/archs, or convert without --calibration",
             ) from error
+        finally:
+            self._calls.current = _Call(-1)
 
-    def _clear(self) -> None:
-        for seat in self._seats:
-            seat.mode, seat.feed, seat.received, seat.returned = _Mode.PASS, None, None, None
+
+def _table_names(model: nn.Module) -> dict[str, str]:
+    """Parameter names of the embedding table ("input") and of the output head ("output")."""
+    modules = {
+        "input": model.get_input_embeddings(),  # type: ignore[operator]  # of every transformers language model
+        "output": model.get_output_embeddings(),  # type: ignore[operator]
+    }
+    names = {id(module): name for name, module in model.named_modules()}
+    return {end: f"{names[id(module)]}.weight" for end, module in modules.items() if module is not None}
 
 
 def _layers_prefix(source: Source, model: nn.Module) -> str:

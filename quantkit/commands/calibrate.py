@@ -43,6 +43,7 @@ Killed or out of space: run the same command again, finished layers are kept.
 @click.option("--seed", type=int, help="Of the draw.")
 @click.option("--force-sources", is_flag=True, help="Allow fewer kinds of text than the recipe's min_sources.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--jobs", type=click.IntRange(1), help="Batches at a time; default: the cores, if memory allows.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print sizes, write nothing.")
 @json_option
 def command(
@@ -51,6 +52,7 @@ def command(
     recipe: str,
     data: tuple[str, ...],
     device: str,
+    jobs: int | None,
     dry_run: bool,
     as_json: bool,
     force_sources: bool,
@@ -67,7 +69,7 @@ def command(
     if dry_run:
         _show_plan(plan.describe(), as_json)
         return
-    run = run_plan(plan, out)
+    run = run_plan(plan, out, jobs or 0)
     if as_json:
         print_json(run.summary.model_dump(mode="json"))
     else:

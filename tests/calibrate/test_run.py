@@ -7,8 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from quantkit.cli import main
 from quantkit.errors import InputError, UsageError
 from quantkit.spec.calibration import ARTIFACT_NAMES, CalibrationSummary, read_summary
 from tests.calibrate.conftest import small_recipe
+from tests.families import make_tiny
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +49,19 @@ def edited(root: Path, folder: Path, name: str, change: Any) -> Path:
     change(tensors[name])
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def stop_after(original: Callable[[Path, Any], None], layers: int, saved: list[str] | None = None) -> Any:
+    """`save_layer` that is interrupted once, after so many layers; names of all files go to `saved`."""
+    names = [] if saved is None else saved
+
+    def save(path: Path, record: Any) -> None:
+        original(path, record)
+        names.append(path.name)
+        if len(names) == layers:
+            raise KeyboardInterrupt
+
+    return save
 
 
 def test_coverage_minimax(artifact: Path) -> None:
@@ -110,6 +125,74 @@ def test_same_bytes_twice_and_spooled(artifact: Path, minimax: Path, tmp_path: P
     assert not [path for path in (tmp_path / "spooled" / ".quantkit-work").iterdir() if path.suffix == ".safetensors"]
 
 
+@pytest.mark.parametrize("model", ["minimax", "deepseek"])
+def test_same_bytes_for_any_number_of_jobs_and_threads(
+    model: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Threads that torch was given, and batches at a time; large enough that torch would split its operations."""
+    root = request.getfixturevalue(model)
+    found = []
+    for jobs, threads in ((1, 1), (2, 3), (3, 2)):
+        torch.set_num_threads(threads)
+        try:
+            calibrate(root, tmp_path / f"{jobs}", small_recipe(samples=36, seq_len=200), jobs=jobs)
+            assert torch.get_num_threads() == threads
+        finally:
+            torch.set_num_threads(1)
+        found.append(contents(tmp_path / f"{jobs}"))
+    assert found[0] == found[1] == found[2]
+
+
+def test_operations_have_one_thread_also_in_the_pool(
+    minimax: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[str, int]] = set()
+    original = experts.experts_forward
+
+    def forward(*args: Any) -> torch.Tensor:
+        seen.add((threading.current_thread().name, torch.get_num_threads()))
+        return original(*args)
+
+    monkeypatch.setattr(experts, "experts_forward", forward)
+    torch.set_num_threads(3)
+    try:
+        calibrate(minimax, tmp_path / "out", small_recipe(), jobs=2)
+    finally:
+        torch.set_num_threads(1)
+    assert seen == {("batch_0", 1), ("batch_1", 1)}
+
+
+def test_first_sample_in_order_is_named_whoever_finds_it(minimax: Path, tmp_path: Path) -> None:
+    """All batches fail; the error is the same for any number at a time."""
+    root = edited(
+        minimax, tmp_path / "model", "model.layers.0.post_attention_layernorm.weight", lambda tensor: tensor.fill_(3e38)
+    )
+    messages = set()
+    for jobs in (1, 3):
+        with pytest.raises(InputError, match="is not finite on sample") as caught:
+            calibrate(root, tmp_path / f"out{jobs}", small_recipe(), jobs=jobs)
+        messages.add(str(caught.value))
+    assert len(messages) == 1
+
+
+@pytest.mark.parametrize("budget", [1 << 30, 0])
+def test_state_that_layers_hand_on_is_kept_in_memory_and_on_disk(
+    budget: int, minimax: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GLM-5, also when it is continued after a stop."""
+    root = make_tiny("glm_moe_dsa", tmp_path / "model", vocab_size=4096)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(minimax / name, root)
+    recipe = small_recipe(samples=9, seq_len=40)
+    summary = calibrate(root, tmp_path / "out", recipe, memory_budget=budget)
+    assert summary.coverage == 1.0
+    monkeypatch.setattr(run, "save_layer", stop_after(run.save_layer, 2))
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(root, tmp_path / "stopped", recipe, memory_budget=budget)
+    calibrate(root, tmp_path / "stopped", recipe, memory_budget=(1 << 30) - budget)
+    assert contents(tmp_path / "stopped") == contents(tmp_path / "out")
+
+
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -160,15 +243,7 @@ def test_finished_layers_are_not_done_again(
     artifact: Path, minimax: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved: list[str] = []
-    original = run.save_layer
-
-    def save_then_stop(path: Path, record: Any) -> None:
-        original(path, record)
-        saved.append(path.name)
-        if len(saved) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(run, "save_layer", save_then_stop)
+    monkeypatch.setattr(run, "save_layer", stop_after(run.save_layer, 2, saved))
     with pytest.raises(KeyboardInterrupt):
         calibrate(minimax, tmp_path / "out", small_recipe())
     calibrate(minimax, tmp_path / "out", small_recipe())

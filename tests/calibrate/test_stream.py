@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from torch import Tensor
 
 from quantkit.archs import Key
 from quantkit.calibrate import experts
+from quantkit.calibrate.activations import ActivationStore, LayerInput
 from quantkit.calibrate.data import Batch
 from quantkit.calibrate.observe import LayerObserver, missing_gemms
 from quantkit.calibrate.stream import LayerStream
@@ -19,23 +24,28 @@ from quantkit.calibrate.weights import expected_gemms, gemm_keys
 from quantkit.checkpoint.reader import Source
 from quantkit.errors import InputError
 from quantkit.recipe import load_recipe
+from tests.families import FAMILIES, FAMILY_NAMES
 
 CPU = torch.device("cpu")
-FAMILIES = (
-    "qwen2",  # tied
-    "gemma3",  # sliding windows, scaled embeddings, (1 + w) norms
-    "phi3",  # fused qkv and gate_up
-    "mixtral",
-    "qwen3_next",  # linear attention, gated shared expert
-    "deepseek_v32",  # latent attention, indexer
-    "gpt_oss",  # transposed, interleaved, biases, sinks
-)
 
 
-def whole_model(root: Path, **options: object) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
+def whole_model(root: Path, family: str = "", **options: object) -> torch.nn.Module:
+    """transformers' model; MiniMax-M3 by its class, because AutoModelForCausalLM does not know its type."""
+    import transformers
 
-    return AutoModelForCausalLM.from_pretrained(root, dtype=torch.float32, **options).eval()
+    name = FAMILIES[family].model_class if family == "minimax_m3" else "AutoModelForCausalLM"
+    return getattr(transformers, name).from_pretrained(root, dtype=torch.float32, **options).eval()
+
+
+def known_to_transformers(root: Path, family: str, folder: Path) -> Path:
+    """The checkpoint under the model type that transformers has it under (Kimi-K2 is DeepSeek-V3)."""
+    row = FAMILIES.get(family)
+    if row is None or not row.retype:
+        return root
+    shutil.copytree(root, folder)
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace(f'"{row.retype}"', f'"{row.model_type}"'))
+    return folder
 
 
 def tokens(vocabulary: int, shape: tuple[int, int] = (3, 37)) -> Tensor:
@@ -45,17 +55,30 @@ def tokens(vocabulary: int, shape: tuple[int, int] = (3, 37)) -> Tensor:
 def stream_logits(source: Source, ids: Tensor, implementation: str = "") -> tuple[Tensor, list[LayerObserver]]:
     """Logits of a streamed run with every layer observed."""
     stream = LayerStream(source, dtype=torch.float32, device=CPU, experts=implementation)
-    hidden: Tensor | None = None
+    batch = Batch(ids, 0, tuple(range(len(ids))), ("",) * len(ids))
+    with stream.embeddings(ids):
+        value = stream.embed(ids)
     observers = []
     for layer in range(len(stream)):
         observer = LayerObserver(source.arch, source.dims, layer, f"{stream.prefix}.{layer}", kinds=1, device=CPU)
-        observer.begin(Batch(ids, 0, tuple(range(len(ids))), ("",) * len(ids)))
-        with stream.materialized(layer) as module, observer.attached(module):
-            hidden = stream.run_layer(layer, ids, hidden)
+        with stream.materialized(layer) as module, observer.attached(module), observer.measuring(batch) as measured:
+            value = stream.run_layer(layer, value)
+        observer.merge(measured)
         assert all(parameter.is_meta for parameter in stream.layers[layer].parameters())
         observers.append(observer)
-    assert hidden is not None
-    return stream.logits(ids, hidden), observers
+    return stream.logits(value), observers
+
+
+def run_pieces(source: Source, batches: list[Tensor], threads: int) -> list[Tensor]:
+    """Logits of several batches that go through each layer `threads` at a time."""
+    stream = LayerStream(source, dtype=torch.float32, device=CPU)
+    with stream.embeddings(torch.cat([ids.flatten() for ids in batches])):
+        values = [stream.embed(ids) for ids in batches]
+    with ThreadPoolExecutor(threads) as pool:
+        for layer in range(len(stream)):
+            with stream.materialized(layer):
+                values = list(pool.map(partial(stream.run_layer, layer), values))
+    return [stream.logits(value) for value in values]
 
 
 @contextmanager
@@ -85,14 +108,18 @@ def recorded_products(model: torch.nn.Module, source: Source) -> Iterator[dict[K
         torch.nn.functional.linear = original
 
 
-@pytest.mark.parametrize("family", ["minimax", "deepseek", *FAMILIES])
-def test_logits_are_bit_identical(family: str, tiny: Callable[[str], Path], request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("family", ["minimax", "deepseek", *FAMILY_NAMES])
+def test_logits_are_bit_identical(
+    family: str, tiny: Callable[[str], Path], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Every family; and with our experts function, every GEMM is observed."""
     root = request.getfixturevalue(family) if family in ("minimax", "deepseek") else tiny(family)
     experts.register()
     with_source = Source(root)
     ids = tokens(with_source.dims.vocab)
     with torch.inference_mode():
-        wanted = whole_model(root)(input_ids=ids, use_cache=False).logits
+        model = whole_model(known_to_transformers(root, family, tmp_path / "known"), family)
+        wanted = model(input_ids=ids, use_cache=False).logits
     plain, _ = stream_logits(with_source, ids)
     assert torch.equal(plain, wanted)
     observed, observers = stream_logits(with_source, ids, experts.IMPLEMENTATION)
@@ -101,6 +128,7 @@ def test_logits_are_bit_identical(family: str, tiny: Callable[[str], Path], requ
     assert {key for observer in observers for key in observer.rows} <= gemms.keys()
     for layer, observer in enumerate(observers):
         mine = [key for key in gemms if key.layer == layer]
+        assert mine
         assert missing_gemms(mine, observer, with_source.dims.experts_per_token) == []
 
 
@@ -148,12 +176,13 @@ def test_observing_does_not_change_the_output(minimax: Path) -> None:
     source = Source(minimax)
     stream = LayerStream(source, dtype=torch.float32, device=CPU, experts=experts.IMPLEMENTATION)
     ids = tokens(source.dims.vocab)
+    with stream.embeddings(ids):
+        value = stream.embed(ids)
     observer = LayerObserver(source.arch, source.dims, 0, f"{stream.prefix}.0", kinds=1, device=CPU)
-    observer.begin(Batch(ids, 0, (0, 1, 2), ("",) * 3))
     with stream.materialized(0) as module:
-        bare = stream.run_layer(0, ids, None)
-        with observer.attached(module):
-            observed = stream.run_layer(0, ids, None)
+        bare = stream.run_layer(0, value).hidden
+        with observer.attached(module), observer.measuring(Batch(ids, 0, (0, 1, 2), ("",) * 3)):
+            observed = stream.run_layer(0, value).hidden
     assert torch.equal(bare, observed)
 
 
@@ -177,8 +206,119 @@ def test_one_input_is_measured_once(deepseek: Path) -> None:
     assert observers[1].inputs["layers.1.mlp.in.experts"].tokens.sum() == 222
 
 
-def test_layers_that_hand_on_more_than_hidden_states_are_refused(tiny: Callable[[str], Path]) -> None:
+def test_undeclared_state_between_layers_is_refused(tiny: Callable[[str], Path]) -> None:
+    source = Source(tiny("glm_moe_dsa"))
+    source.arch = replace(source.arch, carried_state={})
+    stream = LayerStream(source, dtype=torch.float32, device=CPU)
+    ids = tokens(source.dims.vocab)
+    with stream.embeddings(ids), pytest.raises(InputError, match="cannot be run one at a time") as caught:
+        stream.embed(ids)
+    assert "carried_state" in caught.value.hint
+
+
+def test_state_between_layers_is_carried(tiny: Callable[[str], Path]) -> None:
+    """GLM-5's second layer reads the first one's selection, which leaves out some of 37 tokens."""
     source = Source(tiny("glm_moe_dsa"))
     stream = LayerStream(source, dtype=torch.float32, device=CPU)
-    with stream.materialized(0), pytest.raises(InputError, match="cannot be run one at a time"):
-        stream.run_layer(0, tokens(source.dims.vocab), None)
+    ids = tokens(source.dims.vocab)
+    with stream.embeddings(ids):
+        value = stream.embed(ids)
+    assert not value.carried
+    with stream.materialized(0):
+        value = stream.run_layer(0, value)
+    selection = value.carried["prev_topk_indices"]
+    assert selection.shape == (3, 37, 16)
+    with stream.materialized(1):
+        after = stream.run_layer(1, value)
+        other = stream.run_layer(1, LayerInput(value.hidden, {"prev_topk_indices": selection.flip(0)}))
+    assert after.carried["prev_topk_indices"].equal(selection)
+    assert not after.hidden.equal(other.hidden)
+
+
+@pytest.mark.parametrize("family", ["phi3", "glm_moe_dsa", "qwen3_next", "gpt_oss"])
+def test_batches_side_by_side(family: str, tiny: Callable[[str], Path]) -> None:
+    """Batches of different lengths in one layer at the same time do not touch each other."""
+    source = Source(tiny(family))
+    batches = [tokens(source.dims.vocab, (1 + number % 3, 9 + 4 * number)) for number in range(9)]
+    wanted = run_pieces(source, batches, 1)
+    for found, each in zip(run_pieces(source, batches, 4), wanted, strict=True):
+        assert torch.equal(found, each)
+
+
+def stream_of_broken(source: Source, patch: pytest.MonkeyPatch) -> LayerStream:
+    """A stream whose table has a NaN in row 77."""
+    original = source.fetch
+
+    def fetch(key: Key, rows: tuple[int, int] | None = None) -> Tensor:
+        found = original(key, rows).clone()
+        if key == Key(None, "embed") and rows is not None and rows[0] <= 77 < rows[1]:
+            found[77 - rows[0], 5] = torch.nan
+        return found
+
+    patch.setattr(source, "fetch", fetch)
+    return LayerStream(source, dtype=torch.float32, device=CPU)
+
+
+def test_embedding_rows_that_are_not_needed_are_checked_and_left_alone(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source(tiny("gemma3"))
+    stream = LayerStream(source, dtype=torch.float32, device=CPU)
+    ids = torch.tensor([[5, 3, 5, 130]])
+    with stream.embeddings(ids):
+        table = stream.model.get_input_embeddings().weight
+        assert table[[3, 5, 130]].equal(source.get(Key(None, "embed"))[[3, 5, 130]].float())
+    assert stream.model.get_input_embeddings().weight.is_meta
+    with (
+        pytest.raises(InputError, match=r"embed_tokens\.weight holds NaN"),
+        monkeypatch.context() as patch,
+        stream_of_broken(source, patch).embeddings(ids),
+    ):
+        pass
+
+
+def test_store_in_memory_and_spooled(tmp_path: Path) -> None:
+    """Any dtype and shape; what a later process finds on disk is what was put."""
+    values = [
+        LayerInput(torch.randn(2, 5 + number, 7), {"a": torch.arange(number + 1), "b": torch.tensor([[True]])})
+        for number in range(3)
+    ]
+    values.append(LayerInput(torch.randn(1, 3, 7).bfloat16(), {}))
+    for spool in (False, True):
+        store = ActivationStore(tmp_path, len(values), spool=spool, device=CPU)
+        for index, value in enumerate(values):
+            store.put(4, index, value)
+        assert store.last_boundary(9) == 0
+        store.commit(4)
+        assert store.last_boundary(9) == (4 if spool else 0)
+        if spool:
+            store = ActivationStore(tmp_path, len(values), spool=True, device=CPU)
+        store.start(4)
+        for index in (2, 0, 3, 1):
+            found = store.get(index)
+            assert found.hidden.dtype == values[index].hidden.dtype
+            assert found.hidden.equal(values[index].hidden)
+            assert found.carried.keys() == values[index].carried.keys()
+            assert all(each.equal(values[index].carried[name]) for name, each in found.carried.items())
+        store.forget(4)
+    assert not list(tmp_path.iterdir())
+
+
+def test_experts_of_a_stacked_tensor_are_read_one_by_one(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source(tiny("gpt_oss"))
+    read: list[int] = []
+    original = Source.fetch
+
+    def fetch(self: Source, key: Key, rows: tuple[int, int] | None = None) -> Tensor:
+        found = original(self, key, rows)
+        if key.role.startswith("expert."):
+            read.append(found.shape[0])
+        return found
+
+    monkeypatch.setattr(Source, "fetch", fetch)
+    stream = LayerStream(source, dtype=torch.float32, device=CPU)
+    with stream.materialized(1):
+        pass
+    assert read == [1] * (4 * source.dims.experts)

@@ -1,0 +1,165 @@
+"""What one batch shows of the inputs of one decoder layer's GEMMs.
+
+GEMMs that read the same tensor (q, k and v; gate and up; all of a router's neighbours) are measured once and share
+the statistics; that it is the same tensor is checked, not assumed from their roles.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quantkit.archs import Architecture, Dims, Key
+from quantkit.calibrate.data import Batch
+from quantkit.calibrate.experts import Routing
+from quantkit.calibrate.statistics import InputStats, TokenStats, channel_absmax, token_stats
+from quantkit.errors import InputError
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Which layer of which model is measured.
+
+    Attributes:
+        arch, dims: of the model.
+        index: of the layer.
+        prefix: of its parameter names, `model.layers.3`.
+        kinds: number of kinds of text.
+        device: where activations are.
+    """
+
+    arch: Architecture
+    dims: Dims
+    index: int
+    prefix: str
+    kinds: int
+    device: torch.device
+
+
+class BatchMeasurement:
+    """Statistics of one layer on one batch.
+
+    Attributes:
+        inputs: INPUT -> statistics.
+        input_of: GEMM -> INPUT.
+        rows: GEMM -> rows that entered it.
+        routed: int64 `[E]`, rows that the router sent to each fused expert, counted before the experts run.
+    """
+
+    def __init__(self, layer: Layer, batch: Batch) -> None:
+        self._layer, self._batch = layer, batch
+        self.inputs: dict[str, InputStats] = {}
+        self.input_of: dict[Key, str] = {}
+        self.rows: Counter[Key] = Counter()
+        self.routed: NDArray[np.int64] = np.zeros(layer.dims.experts, np.int64)
+        # holds the inputs alive until the batch is done, so that equal addresses mean equal tensors
+        self._current: dict[tuple[str, int], tuple[Tensor, TokenStats]] = {}
+        self._expert_absmax: dict[str, Tensor] = {}
+
+    def done(self) -> None:
+        """The batch has left the layer: let its activations go."""
+        self._current.clear()
+
+    def linear(self, name: str, key: Key, keys: Sequence[Key], x: Tensor) -> None:
+        """What enters the linear module `name`, which computes the GEMMs `keys`."""
+        x_TK = x.reshape(-1, x.shape[-1])
+        found = self.input_of.get(keys[0]) or self._choose_input(key, x_TK)
+        for each in keys:
+            self.input_of[each] = found
+            self.rows[each] += x_TK.shape[0]
+        row = key.expert or 0
+        if x_TK.shape[0] and not self._same(found, row, x_TK):
+            self._add(found, row, x_TK, name, experts=1 if key.expert is None else self._layer.dims.experts)
+
+    def _choose_input(self, key: Key, x_TK: Tensor) -> str:
+        """INPUT of a module that is seen for the first time: its role's, unless another tensor has that name."""
+        role = self._layer.arch.role(key.role)
+        name = self._input_name(role.input or role.name, per_expert=key.expert is not None)
+        taken = (name, key.expert or 0) in self._current and not self._same(name, key.expert or 0, x_TK)
+        return f"{name}.{key.role}" if taken else name
+
+    def _input_name(self, name: str, *, per_expert: bool) -> str:
+        return f"layers.{self._layer.index}.{name}" + (".experts" if per_expert else "")
+
+    def _add(self, name: str, row: int, x_TK: Tensor, module: str, experts: int = 1) -> TokenStats:
+        """Measure rows that belong to one row of the statistics `name`."""
+        stats = self._measure(x_TK, module)
+        self._current[name, row] = (x_TK, stats)
+        absmax_EK = torch.zeros(experts, x_TK.shape[-1], device=self._layer.device)
+        absmax_EK[row] = channel_absmax(x_TK)
+        self._stats(name, absmax_EK).add(absmax_EK, self._batch.kind, stats, np.full(x_TK.shape[0], row))
+        return stats
+
+    def _stats(self, name: str, like_EK: Tensor) -> InputStats:
+        if name not in self.inputs:
+            kinds, device = self._layer.kinds, self._layer.device
+            self.inputs[name] = InputStats.empty(like_EK.shape[0], like_EK.shape[1], kinds, device)
+        return self.inputs[name]
+
+    def _same(self, name: str, expert: int, x_TK: Tensor) -> bool:
+        """Whether `x_TK` is the tensor that was measured under this name in this batch."""
+        known = self._current.get((name, expert))
+        return (
+            known is not None
+            and known[0].data_ptr() == x_TK.data_ptr()
+            and known[0].shape == x_TK.shape
+            and known[0].stride() == x_TK.stride()
+        )
+
+    def _measure(self, x: Tensor, module: str, token: Tensor | None = None) -> TokenStats:
+        """Row statistics; `token` maps rows to tokens of the batch where they are not the same."""
+        stats = token_stats(x)
+        infinite = np.flatnonzero(~np.isfinite(stats.absmax))
+        if len(infinite):
+            self._refuse(module, int(infinite[0] if token is None else token[infinite[0]]))
+        return stats
+
+    def _refuse(self, module: str, token: int) -> None:
+        raise InputError(
+            f"the input of {self._layer.prefix}.{module} is not finite on {self._batch.describe(token)}",
+            "leave that sample out, or check the weights of the layers before it with `quantkit inspect`",
+        )
+
+    # -------------------------------------------------------------------------------------------- fused experts
+
+    def count_routed(self, index: Tensor) -> None:
+        """Experts that the router chose, any shape, int64."""
+        experts = self._layer.dims.experts
+        self.routed += np.bincount(index.reshape(-1).cpu().numpy(), minlength=experts)[:experts]
+
+    def expert_rows(self, keys: Sequence[Key], expert: int, projection: str, x_SK: Tensor) -> None:
+        """Rows that enter one expert's GEMMs `keys` of a projection ("in" or "down")."""
+        if projection not in self._expert_absmax:
+            shape = (self._layer.dims.experts, x_SK.shape[-1])
+            self._expert_absmax[projection] = torch.zeros(shape, device=self._layer.device)
+        self._expert_absmax[projection][expert] = channel_absmax(x_SK)
+        for key in keys:
+            self.rows[key._replace(expert=expert)] += x_SK.shape[0]
+
+    def expert_inputs(self, keys: Sequence[Key], name: str, projection: str, x: Tensor, routing: Routing) -> None:
+        """All rows of a projection of the experts module `name`; see `experts.ExpertsObserver`."""
+        role = self._layer.arch.role(keys[0].role)
+        if projection == "in":
+            stats = self._shared_stats(role.input, x, name).take(routing.token.cpu().numpy())
+        else:
+            stats = self._measure(x, f"{name}.{projection}_proj", routing.token)
+        found = self._input_name(role.input, per_expert=True)
+        for key in keys:
+            self.input_of.update({key._replace(expert=expert): found for expert in range(self._layer.dims.experts)})
+        absmax_EK = self._expert_absmax.pop(projection)
+        self._stats(found, absmax_EK).add(absmax_EK, self._batch.kind, stats, routing.expert.cpu().numpy())
+
+    def _shared_stats(self, input_name: str, x_TK: Tensor, module: str) -> TokenStats:
+        """Statistics of the tensor that all experts read; measured here unless a neighbour already did."""
+        name = self._input_name(input_name, per_expert=False)
+        if self._same(name, 0, x_TK):
+            return self._current[name, 0][1]
+        if (name, 0) in self._current:
+            name = f"{name}.experts_all"
+        return self._add(name, 0, x_TK, module)
