@@ -288,7 +288,9 @@ def _tokenizer_length(found: Companions) -> Iterator[Problem]:
 
 def _remote_code(root: Path, config: Mapping[str, Any], tokenizer_config: Mapping[str, Any]) -> Iterator[Problem]:
     """Python files that a loader would run, and whether they are there."""
-    here, lost, elsewhere = set(), set(), set()
+    here: set[str] = set()
+    lost: set[str] = set()
+    elsewhere: set[str] = set()
     for origin in (config, text_config(config), tokenizer_config):
         names = origin.get("auto_map")
         for value in names.values() if isinstance(names, Mapping) else ():

@@ -41,6 +41,11 @@ class Weight:
     parts: dict[str, TensorInfo]
 
     @property
+    def stored(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        """(part, dtype, shape) of every part: equal for tensors that are stored alike."""
+        return tuple([(part, info.dtype, info.shape) for part, info in self.parts.items()])
+
+    @property
     def payload(self) -> TensorInfo | None:
         """The tensor that holds the values; None when only scales are there."""
         plain = self.parts.get("weight")
@@ -122,16 +127,23 @@ class Column:
 def columns(arch: Architecture, dims: Dims, weights: Iterable[Weight], recipe: Recipe) -> list[Column]:
     """Totals by role column, the largest first."""
     found: dict[str, Column] = {}
+    known: dict[object, tuple[int, int, int, int]] = {}  # experts are alike: their sizes are computed once
     for weight in weights:
         name = column_name(arch, dims, weight.key)
         column = found.setdefault(name, Column(name))
-        int8 = not dims.is_draft(weight.key) and is_quantized(arch, recipe, weight)  # drafts are kept
-        parameters = weight.parameters
+        like = (name, weight.key.role, weight.key.part, weight.key.expert is None, weight.stored)
+        sizes = known.get(like)
+        if sizes is None:
+            int8 = name != DRAFT_COLUMN and is_quantized(arch, recipe, weight)  # drafts are kept
+            parameters = weight.parameters
+            sizes = parameters, weight.nbytes, parameters if int8 else 0, output_nbytes(arch, weight, int8)
+            if not recipe.rules:  # a rule may single out one tensor by its name
+                known[like] = sizes
         column.tensors += 1
-        column.parameters += parameters
-        column.nbytes += weight.nbytes
-        column.quantized += parameters if int8 else 0
-        column.output_nbytes += output_nbytes(arch, weight, int8)
+        column.parameters += sizes[0]
+        column.nbytes += sizes[1]
+        column.quantized += sizes[2]
+        column.output_nbytes += sizes[3]
     return sorted(found.values(), key=lambda column: (-column.parameters, column.name))
 
 
@@ -190,11 +202,16 @@ def active_parameters(arch: Architecture, dims: Dims, weights: Iterable[Weight])
 def native_dtypes(weights: Iterable[Weight]) -> dict[str, int]:
     """Bytes by stored dtype, the largest first; a payload with a scale beside it reads `F8_E4M3 + F32 scale`."""
     totals: dict[str, int] = {}
+    known: dict[object, tuple[str, int]] = {}
     for weight in weights:
-        payload = weight.payload
-        scales = sorted({info.dtype for part, info in weight.parts.items() if "scale" in part})
-        name = " + ".join([payload.dtype if payload else "nothing", *(f"{dtype} scale" for dtype in scales)])
-        totals[name] = totals.get(name, 0) + weight.nbytes
+        like = weight.stored
+        if like not in known:
+            payload = weight.payload
+            scales = sorted({info.dtype for part, info in weight.parts.items() if "scale" in part})
+            name = " + ".join([payload.dtype if payload else "nothing", *(f"{dtype} scale" for dtype in scales)])
+            known[like] = name, weight.nbytes
+        name, nbytes = known[like]
+        totals[name] = totals.get(name, 0) + nbytes
     return dict(sorted(totals.items(), key=lambda item: (-item[1], item[0])))
 
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from quantkit.archs import Architecture, architecture_for, known_model_types, text_config
 from quantkit.archs.structure import layers_of
 from quantkit.errors import InputError, UsageError
+from quantkit.garbage import collection_paused
 from quantkit.memory import columns, human_bytes, inventory, native_dtypes
 from quantkit.plan.cache import CacheFormat, per_token_at_start, sequence_bytes
 from quantkit.plan.devices import Device
@@ -205,6 +206,7 @@ def make_plan(path: Path, request: Request) -> PlanReport:
     return _report(source, request, work, fewest, recommended, advice, cards, proposals, rejected)
 
 
+@collection_paused()
 def read_source(path: Path, recipe: Recipe) -> _Source:
     """Headers where there are any, else what the config promises."""
     root = path.parent if path.is_file() else path

@@ -63,6 +63,8 @@ class ModelWeights:
     first: tuple[Matrix, ...]
     last: tuple[Matrix, ...]
     whole: Columns
+    _rows: set[Matrix] = field(default_factory=set)
+    _reasons: dict[tuple[Matrix, int], str] = field(default_factory=dict)
     _known: dict[tuple[tuple[Matrix, ...], int, int], tuple[Counter[str], Counter[str]]] = field(default_factory=dict)
 
     def stage(self, mesh: Mesh, stage: int, layers: range) -> tuple[Counter[str], Counter[str]]:
@@ -99,16 +101,27 @@ class ModelWeights:
         found: dict[str, None] = dict.fromkeys(mesh.problems(self.dims.layers, self.dims.experts))
         if self.dims.experts and mesh.tp * mesh.dp % mesh.ep:
             return list(found)
-        for row in {row for group in (*self.layers, self.first, self.last) for row in group if row.part == "weight"}:
+        for row in self._distinct():
+            per_expert = self.arch.role(row.role).per_expert
+            if reason := self._misfit(row, *((mesh.moe_tp, "tp * dp / ep") if per_expert else (mesh.tp, "tp"))):
+                found[reason] = None
+        return sorted(found)
+
+    def _distinct(self) -> set[Matrix]:
+        if not self._rows:
+            groups = (*self.layers, self.first, self.last)
+            self._rows.update(row for group in groups for row in group if row.part == "weight")
+        return self._rows
+
+    def _misfit(self, row: Matrix, size: int, what: str) -> str:
+        if (row, size) not in self._reasons:
             role = self.arch.role(row.role)
-            size, what = (mesh.moe_tp, "tp * dp / ep") if role.per_expert else (mesh.tp, "tp")
             by_row = role.split is Split.ROW and row.columns > 0
             length = row.columns if by_row else row.rows
             group = SCHEMES[row.scheme].group_size if by_row else 0
-            reason = misfit(self.dims, role, length, size, what, group_size_for(length, group) if group else 0)
-            if reason:
-                found[reason] = None
-        return sorted(found)
+            group = group_size_for(length, group) if group else 0
+            self._reasons[row, size] = misfit(self.dims, role, length, size, what, group)
+        return self._reasons[row, size]
 
 
 def rank_bytes(arch: Architecture, dims: Dims, row: Matrix, size: int) -> int:
@@ -140,10 +153,13 @@ def model_weights(
     whole: Counter[str] = Counter()
     for key, weight in weights.items():
         role = arch.role(key.role)
-        dropped = recipe.mtp == "drop" and dims.is_draft(key)
-        if dropped or weight.payload is None:
+        is_draft = dims.is_draft(key)
+        if (recipe.mtp == "drop" and is_draft) or weight.payload is None:
             continue
-        if dims.is_draft(key) or (role.kind is Kind.OPAQUE and key.layer is None):
+        place = None if is_draft or key.layer is None else layers[key.layer]
+        if key.expert and place is not None and (key.role, key.part, key.label) in place:
+            continue  # experts of a layer are alike, or `convert` refuses them
+        if is_draft or (role.kind is Kind.OPAQUE and key.layer is None):
             whole[column_name(arch, dims, key)] += _kept_bytes(weight, kept_bits)
             continue
         for row in _matrices(arch, dims, recipe, weight, kept_bits):
