@@ -143,8 +143,10 @@ def linear_modules(source: Source, is_int8: Callable[[Key], bool], keys: Iterabl
 
 
 def _opaque_linear(kind: Kind, entry: Entry) -> bool:
-    """Opaque subtrees do not say which of their modules are linear: every `.weight` matrix is taken for one."""
-    return kind is Kind.OPAQUE and len(entry.shape) == 2 and entry.name.endswith(".weight")
+    """Opaque subtrees do not say which of their modules are linear: every `.weight` matrix that is not an embedding
+    table by its name is taken for one."""
+    leaf = entry.module.rpartition(".")[2]
+    return kind is Kind.OPAQUE and len(entry.shape) == 2 and entry.name.endswith(".weight") and "embed" not in leaf
 
 
 def _tied_head(source: Source) -> str:
