@@ -293,7 +293,7 @@ def _draft_layers(config: Mapping[str, Any], dims: Dims, weights: Mapping[Key, W
 def details_line(found: Inspection) -> str:
     """What a person should know beside sizes: positions, windows, other kinds of layers, parts beside the text."""
     s = found.structure
-    parts = [f"positions {s.max_positions:,}, rope {s.rope}"]
+    parts = [f"positions {s.max_positions:,}, rope scaling {s.rope}"]
     parts += [f"{s.window_layers} layers with a window of {s.window:,}"] if s.window_layers else []
     parts += [f"{s.linear_layers} layers of linear attention"] if s.linear_layers else []
     parts += [f"{s.indexed_layers} layers with an indexer"] if s.indexed_layers else []

@@ -1,7 +1,8 @@
 """The operators that a model needs, by module: what they are, what goes wrong with them, and who runs them here.
 
-Rows of data, chosen by the roles that a model has. "own kernel" means that an operation of this runtime's kernel
-registry runs it; "torch" that transformers' code and torch do; "missing" that `quantkit-runtime` does not run it.
+Rows of data, chosen by the roles that a model has. "own INT8" means that its GEMMs run as an operation of the runtime's
+kernel registry, in whatever kernel that has for the device; "torch" that transformers' code and torch run it;
+"missing" that `quantkit-runtime` does not.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from quantkit.archs import Architecture, Dims
 from quantkit.archs.structure import Layer
 from quantkit.rope import rope_text, rope_type
 
-State = Literal["own kernel", "torch", "missing"]
+State = Literal["own INT8", "torch", "missing"]
 KERNEL = "w8a8_gemm"
 """Operation of the runtime's registry that quantized GEMMs run in."""
 
@@ -58,7 +59,7 @@ class _Row:
         return any(role.startswith(name) if name.endswith(".") else role == name for name in self.roles)
 
 
-_INT8: dict[str, Any] = {"state": "own kernel", "kernel": KERNEL}
+_INT8: dict[str, Any] = {"state": "own INT8", "kernel": KERNEL}
 
 _TABLE: tuple[_Row, ...] = (
     _Row("embedding", ("embed",), "gather", "vocabulary is padded when it is split"),

@@ -30,7 +30,7 @@ def rope_text(config: Mapping[str, Any]) -> str:
     """One phrase: `yarn x 40 from 4,096`."""
     parameters, kind = rope_parameters(config), rope_type(config)
     if kind == "default":
-        return "no scaling"
+        return "none"
     factor = parameters.get("factor")
     original = parameters.get("original_max_position_embeddings")
     text = kind + (f" x {factor:g}" if isinstance(factor, int | float) else "")

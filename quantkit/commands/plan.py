@@ -95,7 +95,7 @@ def render(found: PlanReport, out: Console) -> None:
         f"cache: keys {found.kv_keys}, values {found.kv_values}: {found.kv_bytes_per_token:,} B a token, "
         f"{human_bytes(found.kv_bytes_per_sequence)} for {found.context:,} tokens, "
         f"{human_bytes(found.kv_bytes_total)} for {found.concurrency} sequences; "
-        f"positions {found.max_positions:,}, {found.rope}",
+        f"positions {found.max_positions:,}, rope scaling {found.rope}",
         markup=False,
     )
     fewest = "none" if found.fewest is None else str(found.fewest)

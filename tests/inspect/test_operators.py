@@ -40,7 +40,7 @@ def test_kernels_that_are_claimed_exist() -> None:
     from quantkit_runtime.kernels.registry import ROWS
 
     assert {row.kernel for row in _TABLE if row.kernel} <= {row.op for row in ROWS}
-    assert all((row.state == "own kernel") == bool(row.kernel) for row in _TABLE)
+    assert all((row.state == "own INT8") == bool(row.kernel) for row in _TABLE)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
