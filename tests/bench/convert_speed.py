@@ -3,7 +3,7 @@
     python tests/bench/convert_speed.py [--small] [--gb 4] [--repeat 3] [--without-peer]
 
 A: copy the source with fsync, hash the source and the INT8 output with hashlib (copy_and_hash.py), as many threads as
-   B has processes.
+   B has.
 B: `quantkit convert`, recipe w8a8, checkpoint form; the whole command, interpreter start and imports included.
 C: `model_free_ptq` W8A8 on the same input; only the call is timed, its imports are not; it neither hashes nor syncs.
 The order is B, A, C in every repetition. Before each, everything is written back and source and outputs are dropped
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, help="size of the source in 10^9 bytes (4; small: 0.35)")
     parser.add_argument("--memory-gb", type=float, nargs="*", help="sizes to take the memory at (1 8; small: 0.35 0.7)")
     parser.add_argument("--repeat", type=int, help="repetitions (3; small: 1)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes of ours, threads of the yardstick")
+    parser.add_argument("--jobs", type=int, default=2, help="threads of both")
     parser.add_argument("--peer-workers", type=int, nargs="+", default=[1, 2], help="the faster one counts")
     parser.add_argument("--without-peer", action="store_true")
     parser.add_argument("--keep", action="store_true", help="keep all synthetic sources")
