@@ -5,6 +5,7 @@ Human text goes to stderr when `--json` is given, so that stdout holds one JSON 
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import sys
@@ -18,6 +19,13 @@ from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 + SIGINT, as shells have it."""
+
+_OUTPUT_FAILS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
+"""A full or broken disk under anything that is written, stdout included."""
 
 
 class LazyGroup(click.Group):
@@ -51,6 +59,15 @@ def expected_failures() -> Iterator[None]:
     except QuantkitError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        click.echo("interrupted: what is finished is kept; run the same command again to continue", err=True)
+        sys.exit(INTERRUPTED)
+    except OSError as error:
+        if error.errno not in _OUTPUT_FAILS:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        click.echo(f"error: {where}{error.strerror}\nnext: make room, then run the same command again", err=True)
+        sys.exit(QuantkitError.exit_code)
 
 
 def version_option(program: str, version: str) -> click.Option:

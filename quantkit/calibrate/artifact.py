@@ -27,6 +27,7 @@ from quantkit.spec.calibration import (
     CalibrationSummary,
     ClippingRow,
     GemmSummary,
+    file_sha256,
 )
 from quantkit.spec.tensorfile import Header, TensorInfo, read_header, read_tensor
 
@@ -40,7 +41,8 @@ def write_artifact(out: Path, work: Path, source: Source, recipe: Recipe, sample
     headers = [read_header(path) for path in paths]
     _join(out / SCALES_NAME, headers, SCALE_PREFIX, ".weight_scale")
     _join(out / ACTIVATIONS_NAME, headers, INPUT_PREFIX, "")
-    summary = _summarize(paths, source, recipe, samples)
+    files = {name: file_sha256(out / name) for name in (SCALES_NAME, ACTIVATIONS_NAME)}
+    summary = _summarize(paths, source, recipe, samples, files)
     from quantkit.report.calibration import render
 
     write_atomic(out / REPORT_NAME, [render(summary).encode()])
@@ -75,7 +77,9 @@ class _Totals:
     by_kind: defaultdict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
 
 
-def _summarize(paths: Iterable[Path], source: Source, recipe: Recipe, samples: Samples) -> CalibrationSummary:
+def _summarize(
+    paths: Iterable[Path], source: Source, recipe: Recipe, samples: Samples, files: dict[str, str]
+) -> CalibrationSummary:
     totals = _Totals()
     min_tokens = recipe.calibration.min_tokens_per_expert
     for layer, path in enumerate(paths):
@@ -94,6 +98,7 @@ def _summarize(paths: Iterable[Path], source: Source, recipe: Recipe, samples: S
         gemms=tuple(totals.gemms),
         clipping=tuple(_clipping(totals.by_kind, samples.kinds)),
         expert_tokens=totals.expert_tokens,
+        files=files,
         warnings=warnings,
     )
 

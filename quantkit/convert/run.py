@@ -22,7 +22,7 @@ from quantkit.errors import QuantkitError, UsageError
 from quantkit.garbage import collection_paused
 from quantkit.outdir import OutputFolder, check_place, exclusive, options_digest, prepare_output
 from quantkit.recipe import Recipe
-from quantkit.spec.calibration import SCALES_NAME, SUMMARY_NAME, read_summary
+from quantkit.spec.calibration import SUMMARY_NAME, check_files, read_summary
 from quantkit.spec.layout import layout_named
 from quantkit.spec.manifest import (
     CHECKPOINT_NAME,
@@ -141,7 +141,7 @@ def run(prepared: Prepared, out: Path, jobs: int = 0, *, runner: Runner | None =
     name = prepared.manifest_name
     folder = open_output(prepared, out)
     if folder.finished:
-        return read_manifest(out / name)
+        return _finished(out, name)
     with exclusive(folder):
         if not (out / name).is_file():  # another process may have ended since
             runner = runner or local(jobs or default_jobs())
@@ -150,6 +150,19 @@ def run(prepared: Prepared, out: Path, jobs: int = 0, *, runner: Runner | None =
             write_atomic(out / name, [manifest_bytes(_manifest(prepared, folder, done))])
         folder.clear_work()
     return read_manifest(out / name)
+
+
+def _finished(out: Path, name: str) -> Manifest:
+    """Manifest of a conversion that an earlier call ended, whose files are still there."""
+    manifest = read_manifest(out / name)
+    lost = [file.name for file in manifest.files if not (out / file.name).is_file()]
+    if lost:
+        raise UsageError(
+            f"files of the finished conversion {out} were removed",
+            "copy them back, or convert into a new folder",
+            items=lost,
+        )
+    return manifest
 
 
 def _check_read(prepared: Prepared, folder: OutputFolder, done: dict[str, Done]) -> None:
@@ -175,7 +188,7 @@ def default_jobs() -> int:
 
 
 def _calibration_digest(folder: Path, source_digest: str, recipe: Recipe) -> str:
-    """sha256 of an artifact's summary and scales, after checking that it belongs to this source and recipe."""
+    """sha256 of an artifact's summary, after checking that it belongs to this source and recipe and is intact."""
     summary = read_summary(folder)
     if summary.source_digest != source_digest:
         raise UsageError(
@@ -192,10 +205,8 @@ def _calibration_digest(folder: Path, source_digest: str, recipe: Recipe) -> str
             "use the recipe of the calibration, or calibrate again",
             items=[f"{key}: {summary.recipe.get(key)} there, {wanted[key]} now" for key in keys],
         )
-    digest = hashlib.sha256()
-    for name in (SUMMARY_NAME, SCALES_NAME):
-        digest.update((folder / name).read_bytes())
-    return digest.hexdigest()
+    check_files(folder, summary)
+    return hashlib.sha256((folder / SUMMARY_NAME).read_bytes()).hexdigest()  # it holds the checksums of the rest
 
 
 def _manifest(prepared: Prepared, out: OutputFolder, done: dict[str, Done]) -> Manifest:

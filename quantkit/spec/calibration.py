@@ -10,6 +10,7 @@ A folder with
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -99,6 +100,7 @@ class CalibrationSummary(_Strict):
         gemms: one row each, sorted by layer, role, expert.
         clipping: between kinds of text.
         expert_tokens: layer -> tokens of each expert.
+        files: sha256 of the artifact's tensor files by name.
         warnings: whatever a person should look at, each a sentence.
     """
 
@@ -115,6 +117,7 @@ class CalibrationSummary(_Strict):
     gemms: tuple[GemmSummary, ...]
     clipping: tuple[ClippingRow, ...] = ()
     expert_tokens: dict[int, tuple[int, ...]]
+    files: dict[str, str]
     warnings: tuple[str, ...] = ()
 
     @property
@@ -139,3 +142,32 @@ def read_summary(folder: Path) -> CalibrationSummary:
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
         raise InputError(f"{path} is not a calibration summary", "calibrate again", items=problems) from error
+
+
+def file_sha256(path: Path) -> str:
+    """sha256 of a file of an artifact, hex.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}", "copy the calibration again") from error
+
+
+def check_files(folder: Path, summary: CalibrationSummary) -> None:
+    """Hold the tensor files of an artifact against the checksums of its summary.
+
+    Raises:
+        InputError: files are missing or changed; all of them are named.
+    """
+    names = sorted({SCALES_NAME, *summary.files})
+    wrong = [name for name in names if file_sha256(folder / name) != summary.files.get(name)]
+    if wrong:
+        raise InputError(
+            f"{folder}: files differ from what `quantkit calibrate` wrote",
+            "copy the calibration again, or calibrate again",
+            items=wrong,
+        )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.arithmetic import quantize_tokens
-from quantkit.errors import VerificationError
+from quantkit.errors import UsageError, VerificationError
 from quantkit_runtime import device as devices
 from quantkit_runtime.account import GemmRow, Verdict
 from quantkit_runtime.generate import Generated, greedy, load_tokenizer, stop_tokens
@@ -80,7 +80,7 @@ def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, o
     device = devices.resolve(options.device)
     dtype = devices.compute_dtype(options.dtype, device)
     tokenizer = load_tokenizer(options.root)
-    ids = tokenizer(options.prompt, return_tensors="pt").input_ids
+    ids = tokenizer(_text(options.prompt), return_tensors="pt").input_ids
     before = device.used_memory()
     loaded = load_model(
         options.root,
@@ -110,6 +110,14 @@ def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, o
         memory_after=device.used_memory(),
         memory_peak=int(torch.cuda.max_memory_allocated()) if device.torch.type == "cuda" else 0,
     )
+
+
+def _text(prompt: str) -> str:
+    """The prompt as text, also where the locale is not UTF-8: Python then hands over bytes as lone surrogates."""
+    try:
+        return prompt.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError as error:
+        raise UsageError("the prompt is no text in UTF-8", "give another --prompt, or set LC_ALL=C.UTF-8") from error
 
 
 def self_test(loaded: LoadedModel) -> None:

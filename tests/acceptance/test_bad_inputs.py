@@ -3,6 +3,7 @@ refuse what `inspect` calls an error."""
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 from pathlib import Path
@@ -12,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantkit.console import INTERRUPTED, expected_failures
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.inspect import inspect
 from quantkit.recipe import load_recipe
 from quantkit.spec.mesh import MAX_RANKS, Mesh
 from tests.acceptance.conftest import MODELS, SMALL, cli, smoke_load
-from tests.acceptance.test_errors import intact, refused, source, write
+from tests.acceptance.test_errors import flip, intact, refused, source, write
 
 __all__ = ["intact", "source"]
 
@@ -169,3 +171,52 @@ def test_flipped_bytes_of_a_config(source: Path) -> None:
         except QuantkitError:
             refusals += 1
     assert 0 < refusals < 60
+
+
+@pytest.mark.parametrize("name", ["scales.safetensors", "activations.safetensors"])
+def test_damaged_calibration(name: str, source: Path, tmp_path: Path) -> None:
+    """One flipped bit of an artifact: a scale 2**32 times too large is as finite and positive as the right one."""
+    calibration, out = tmp_path / "calibration", tmp_path / "out"
+    assert run("calibrate", source, calibration).exit_code == 0
+    flip(calibration / name, (calibration / name).stat().st_size - 5)
+    refused(write("convert", source, out, "--calibration", str(calibration)), 3, name)
+    assert not out.exists()
+    (calibration / name).unlink()
+    refused(write("convert", source, out, "--calibration", str(calibration)), 3, name)
+
+
+def test_files_of_a_finished_conversion_are_gone(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert write("convert", source, out).exit_code == 0
+    (out / "model.safetensors").unlink()
+    refused(write("convert", source, out), 2, "model.safetensors")
+
+
+def test_prompt_in_a_locale_without_utf8(source: Path) -> None:
+    """Bytes that Python could not decode come as lone surrogates: UTF-8 among them is understood, the rest refused."""
+    prompt = "\u4e2d\u6587".encode().decode("ascii", "surrogateescape")
+    result = smoke_load(source, "--prompt", prompt, "--max-new-tokens", "1", "--json")
+    assert result.exit_code == 0, result.output
+    assert "\u4e2d\u6587" in json.loads(result.stdout)["generated"]["text"]
+    refused(smoke_load(source, "--prompt", "\udcff", "--max-new-tokens", "1"), 2, "UTF-8")
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "words"),
+    [
+        (KeyboardInterrupt(), INTERRUPTED, "interrupted"),
+        (OSError(errno.ENOSPC, "No space left on device", "out/x"), 3, "out/x: No space left on device"),
+    ],
+)
+def test_interrupt_and_full_disk(
+    raised: BaseException, code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught, expected_failures():
+        raise raised
+    assert caught.value.code == code
+    assert words in capsys.readouterr().err
+
+
+def test_other_failures_keep_their_traceback() -> None:
+    with pytest.raises(FileNotFoundError), expected_failures():
+        raise FileNotFoundError(errno.ENOENT, "a bug")

@@ -19,7 +19,7 @@ from quantkit.convert.run import convert, prepare
 from quantkit.convert.verify import verify
 from quantkit.errors import QuantkitError
 from quantkit.recipe import Recipe
-from quantkit.spec.calibration import SCALES_NAME, SUMMARY_NAME, CalibrationSummary
+from quantkit.spec.calibration import SCALES_NAME, SUMMARY_NAME, CalibrationSummary, file_sha256
 from quantkit.spec.mesh import Mesh
 from tests.convert.helpers import ref_int8, tensors, tree
 
@@ -72,6 +72,7 @@ def artifact(minimax: Path, tmp_path: Path, w8a8: Recipe) -> Callable[..., Path]
             "observed_gemms": 0,
             "gemms": (),
             "expert_tokens": {},
+            "files": {SCALES_NAME: file_sha256(folder / SCALES_NAME)},
         }
         summary = CalibrationSummary.model_validate({**fields, **changes})
         (folder / SUMMARY_NAME).write_text(summary.model_dump_json())
