@@ -14,7 +14,7 @@ from quantkit.archs.dims import Dims, text_config
 from quantkit.archs.optional import DEFAULT_OPTIONAL, MTP_COPIES
 from quantkit.archs.roles import Key, Kind, Role, Split
 from quantkit.archs.rules import DEFAULT_LAYER_RULES, DEFAULT_MODEL_RULES
-from quantkit.archs.structure import Layer, draft_layers, layers_of
+from quantkit.archs.structure import Layer, draft_layers, layers_of, whole_number
 
 
 class Expected(NamedTuple):
@@ -204,4 +204,4 @@ class LinearAttentionSizes(NamedTuple):
 def linear_attention_sizes(text: Mapping[str, Any]) -> LinearAttentionSizes:
     """From the text part of a config; all 0 when it has none."""
     keys = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    return LinearAttentionSizes(*(int(text.get(f"linear_{key}") or 0) for key in keys))
+    return LinearAttentionSizes(*(whole_number(text, f"linear_{key}") for key in keys))

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from quantkit.archs.base import Architecture
 from quantkit.archs.dims import Dims, text_config
+from quantkit.errors import InputError
 
 _PLAIN_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "linear_attention"})
 
@@ -34,7 +35,7 @@ def layers_of(arch: Architecture, dims: Dims, config: Mapping[str, Any]) -> tupl
     """The decoder layers of a parsed config.json, draft layers not among them."""
     text = text_config(config)
     types = _attention_types(arch, dims, text)
-    window = int(text.get("sliding_window") or 0)
+    window = whole_number(text, "sliding_window")
     found = []
     for index, kind in enumerate(types):
         attention: Literal["full", "window", "linear"] = "full"
@@ -53,10 +54,22 @@ def layers_of(arch: Architecture, dims: Dims, config: Mapping[str, Any]) -> tupl
     return tuple(found)
 
 
+def whole_number(text: Mapping[str, Any], key: str) -> int:
+    """A key that counts something; 0 when it is absent, null or false.
+
+    Raises:
+        InputError: it is no whole number.
+    """
+    value = text.get(key) or 0
+    if not isinstance(value, int) or value < 0:
+        raise InputError(f"config.json: {key} is {value!r}, not a whole number", "correct it in config.json")
+    return value
+
+
 def draft_layers(config: Mapping[str, Any]) -> int:
     """Multi-token-prediction layers that lie beyond the last one in published checkpoints."""
     text = text_config(config)
-    return int(text.get("num_nextn_predict_layers") or 0)
+    return whole_number(text, "num_nextn_predict_layers")
 
 
 def _attention_types(arch: Architecture, dims: Dims, text: Mapping[str, Any]) -> list[str]:
@@ -64,11 +77,11 @@ def _attention_types(arch: Architecture, dims: Dims, text: Mapping[str, Any]) ->
     if isinstance(listed, list) and len(listed) == dims.layers:
         return [str(kind) for kind in listed]
     if text.get("linear_num_value_heads"):
-        interval = int(text.get("full_attention_interval") or 4)
+        interval = whole_number(text, "full_attention_interval") or 4
         return [("full" if (index + 1) % interval == 0 else "linear") + "_attention" for index in range(dims.layers)]
     if not text.get("sliding_window") or text.get("use_sliding_window") is False:
         return ["full_attention"] * dims.layers
-    pattern = int(text.get("sliding_window_pattern") or arch.window_pattern)
+    pattern = whole_number(text, "sliding_window_pattern") or arch.window_pattern
     return [
         "full_attention" if pattern and (index + 1) % pattern == 0 else "sliding_attention"
         for index in range(dims.layers)
@@ -96,12 +109,14 @@ def _is_moe(text: Mapping[str, Any], index: int) -> bool:
         return bool(types[index] == "sparse")
     if isinstance(every, list) and len(every) > index:
         return bool(every[index])
-    if index in (text.get("mlp_only_layers") or ()):
+    dense = text.get("mlp_only_layers")
+    if isinstance(dense, list) and index in dense:
         return False
-    first = int(text.get("first_k_dense_replace") or text.get("moe_layer_start_index") or 0)
+    first = whole_number(text, "first_k_dense_replace") or whole_number(text, "moe_layer_start_index")
     last = text.get("moe_layer_end_index")
     if index < first or (isinstance(last, int) and 0 <= last < index):
         return False
-    interval = int(every or text.get("moe_layer_interval") or 1)
-    step = int(text.get("decoder_sparse_step") or 1)
-    return (index + 1) % step == 0 and (index % interval == 0 if every else (index + 1) % interval == 0)
+    frequency = 0 if isinstance(every, list) else whole_number(text, "moe_layer_freq")
+    interval = frequency or whole_number(text, "moe_layer_interval") or 1
+    step = whole_number(text, "decoder_sparse_step") or 1
+    return (index + 1) % step == 0 and (index % interval == 0 if frequency else (index + 1) % interval == 0)

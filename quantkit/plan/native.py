@@ -74,12 +74,14 @@ def _form(declared: Mapping[str, Any]) -> tuple[Callable[[Shape], Stored] | None
     """Shape -> stored tensors, and whether only experts are stored so."""
     method = str(declared.get("quant_method", ""))
     block = declared.get("weight_block_size")
+    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)):
+        block = None
     if method == "mxfp4":
         return _mxfp4, True
-    if method == "mxfp8" or (isinstance(block, list) and block == [1, 32]):
+    if method == "mxfp8" or block == [1, 32]:
         return _mxfp8, False
     if method == "fp8":
-        return (_fp8_block(int(block[0]), int(block[1])) if isinstance(block, list) else _fp8_tensor), False
+        return (_fp8_block(block[0], block[1]) if block else _fp8_tensor), False
     if method == "compressed-tensors":
         return _compressed(declared), False
     return None, False

@@ -155,3 +155,24 @@ def test_torch_is_not_imported(model: str, config: Path) -> None:
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sliding_window": "many"},
+        {"num_nextn_predict_layers": -1},
+        {"first_k_dense_replace": 2.5},
+        {"num_hidden_layers": 0},
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": []}},
+        {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": []}},
+        {"layer_types": 3, "mlp_only_layers": 7, "rope_scaling": "much"},
+    ],
+)
+def test_strange_configs_get_no_traceback(change: dict[str, object], tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGS["Mixtral-8x7B"] | change))
+    for command in (["plan", str(path), "--card-memory", "64"], ["inspect", str(path)]):
+        done = CliRunner().invoke(main, command)
+        assert done.exit_code in (0, 3)
+        assert done.exception is None or isinstance(done.exception, SystemExit)
