@@ -43,8 +43,11 @@ from quantkit.spec.tensorfile import torch_dtype
 
 DEVICES = ("auto", "cpu", "cuda")
 
-ACTIVATION_BUDGET = 256 * 2**20
-"""Bytes for the activations of all batches that are in a layer at the same time, or a quarter of the layer if more."""
+BATCH_BYTES = 128 * 2**20
+"""Bytes for the activations of a batch inside a layer, or 1/32 of the layer if that is more."""
+
+MAX_JOBS = 32
+"""Batches at a time by default: their activations take no more than the layer, or 4 GiB."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,9 @@ class Plan:
 
     @cached_property
     def batches(self) -> list[Batch]:
-        return self.samples.batches(self.recipe.calibration.batch_tokens)
+        """Batches of at most the recipe's `batch_tokens`, of fewer where their activations would be too large."""
+        budget = max(BATCH_BYTES, _layer_bytes(self.source, self.dtype)[0] // 32)
+        return self.samples.batches(min(self.recipe.calibration.batch_tokens, budget // self._token_bytes))
 
     @property
     def hidden_bytes(self) -> int:
@@ -83,20 +88,22 @@ class Plan:
         return self.samples.tokens * self.source.dims.hidden * self.dtype.itemsize * states
 
     @property
-    def batch_bytes(self) -> int:
-        """Estimate of the activations of the largest batch inside a layer, attention scores left out."""
+    def _token_bytes(self) -> int:
+        """Estimate of one token's activations inside a layer, attention scores left out."""
         dims = self.source.dims
         routed = dims.experts_per_token * (2 * dims.hidden + 3 * dims.moe_intermediate)
         width = 8 * dims.hidden + max(4 * dims.intermediate, routed + 3 * dims.shared_intermediate)
-        return max(batch.ids.numel() for batch in self.batches) * width * self.dtype.itemsize
+        return width * self.dtype.itemsize
+
+    @property
+    def batch_bytes(self) -> int:
+        """Estimate of the activations of the largest batch inside a layer."""
+        return max(batch.ids.numel() for batch in self.batches) * self._token_bytes
 
     @property
     def default_jobs(self) -> int:
-        """Batches at a time: one for each core, as far as the memory for activations goes; one on an accelerator."""
-        if self.device.type != "cpu":
-            return 1
-        budget = max(ACTIVATION_BUDGET, _layer_bytes(self.source, self.dtype)[0] // 4)
-        return max(1, min(available_cores(), len(self.batches), budget // self.batch_bytes))
+        """Batches at a time: one for each core; one on an accelerator."""
+        return min(available_cores(), len(self.batches), MAX_JOBS) if self.device.type == "cpu" else 1
 
     @property
     def spools(self) -> bool:

@@ -43,7 +43,7 @@ Killed or out of space: run the same command again, finished layers are kept.
 @click.option("--seed", type=int, help="Of the draw.")
 @click.option("--force-sources", is_flag=True, help="Allow fewer kinds of text than the recipe's min_sources.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--jobs", type=click.IntRange(1), help="Batches at a time; default: the cores, if memory allows.")
+@click.option("--jobs", type=click.IntRange(1), help="Batches at a time; default: the cores, at most 32.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print sizes, write nothing.")
 @json_option
 def command(

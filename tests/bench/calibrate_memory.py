@@ -2,9 +2,9 @@
 
     python tests/bench/calibrate_memory.py [--small]
 
-Models with large layers, written a few rows at a time: dense (llama), experts one by one (qwen3_moe, synthetic.py) and
-experts stacked as one tensor (qwen3_5_moe). A layer counts as it is stored, in BF16; it is computed in float32. Few
-short texts: their activations are not what is measured.
+Models with large layers and tables, written a few rows at a time: dense (llama) and with experts (qwen3_moe,
+synthetic.py). A layer counts as it is stored, in BF16; it is computed in float32. Few short texts: their activations
+are not what is measured.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from synthetic import Row, Shape, bf16, nbytes, split, values, write_files, writ
 
 TOKENIZER = common.ROOT / "tests" / "models" / "tiny-minimax-m2"
 TEXT = ("--samples", "24", "--seq-len", "64")
-RULE = 2**30
 
 
 @dataclass(frozen=True)
 class Dense:
-    """A llama with large layers: 136 MB with the defaults, 1.2 GB in 8 layers with tables of 128,000 rows."""
+    """A llama with large layers and tables."""
 
     hidden: int = 2048
     intermediate: int = 8192
@@ -101,7 +100,7 @@ def main() -> None:
         command = [*common.QUANTKIT, "calibrate", root, "-o", out, *TEXT, *jobs, "--json"]
         found = common.run(command)
         assert json.loads(found.stdout)["observed_gemms"] > 0
-        bound = RULE + 2 * layer
+        bound = 2**30 + 2 * layer
         report.data["models"][name] = {"layer_bytes": layer, "bound": bound, **found.row()}
         memory = (found.peak_rss, found.peak_anon, bound)
         table.append([name, common.mib(layer), *map(common.mib, memory), f"{found.cpu_seconds:.0f}"])

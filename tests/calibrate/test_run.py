@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -407,7 +408,16 @@ def test_bad_input(minimax: Path, tmp_path: Path) -> None:
     assert "*.nothing" in result.stderr
 
 
-def test_help_has_an_example() -> None:
+def test_examples_of_the_help_work(minimax: Path, tmp_path: Path) -> None:
     result = invoke("--help")
     assert result.exit_code == 0
-    assert "quantkit calibrate MODEL -o CALIBRATION" in result.stdout
+    found = re.findall(r"^ +quantkit calibrate (MODEL.*?)(?:   .*)?$", result.stdout, re.MULTILINE)
+    assert len(found) == 3
+    rows = [{"messages": [{"role": "user", "content": f"{'say more ' * 9}{number}"}]} for number in range(40)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    places = {"MODEL": minimax, "CALIBRATION": tmp_path / "out", "chats.jsonl=2": f"{tmp_path / 'chats.jsonl'}=2"}
+    for example in found:
+        words = [places.get(word, word) for word in example.split() if word != "--dry-run"]
+        result = invoke(*words, *ARGUMENTS, "--dry-run", "--json")
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["samples"] == 18
