@@ -131,6 +131,9 @@ def verify(
             return _report(folder, "unknown", quick, checks)
         manifest = found[0]
         _check_files(folder, manifest, quick, jobs, checks)
+    elif (folder / WORK_NAME).is_dir():
+        unfinished = f"{folder} has no manifest: run the same `quantkit convert` command again, or copy the manifest"
+        checks.rows.append(Check(name="conversion is finished", count=1, failures=(unfinished,)))
     if signed is not None:
         checks.run("signature is made with the key, of this manifest", lambda: signed(folder))
     elif (folder / SIGNATURE_NAME).exists():

@@ -192,6 +192,17 @@ def test_files_of_a_finished_conversion_are_gone(source: Path, tmp_path: Path) -
     refused(write("convert", source, out), 2, "model.safetensors")
 
 
+def test_verify_of_an_unfinished_conversion(source: Path, tmp_path: Path) -> None:
+    """Files that are all there are no conversion before the manifest is."""
+    out = tmp_path / "out"
+    assert write("convert", source, out).exit_code == 0
+    for path in out.glob("*manifest.json"):
+        path.unlink()
+    result = cli("verify", out)
+    assert result.exit_code == 4
+    assert "no manifest" in result.output.replace("\n", " ")
+
+
 def test_prompt_in_a_locale_without_utf8(source: Path) -> None:
     """Bytes that Python could not decode come as lone surrogates: UTF-8 among them is understood, the rest refused."""
     prompt = "\u4e2d\u6587".encode().decode("ascii", "surrogateescape")

@@ -136,6 +136,7 @@ def foreign(copy: Callable[[str], Path], minimax: Path, tmp_path: Path) -> Path:
     """Our checkpoint as another tool's: one file, no manifest."""
     convert(minimax, tmp_path / "foreign", load_recipe("w8a8"), jobs=1)
     (tmp_path / "foreign/quantkit_manifest.json").unlink()
+    shutil.rmtree(tmp_path / "foreign/.quantkit-work")  # which another tool does not leave
     return tmp_path / "foreign"
 
 
