@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationErr
 
 from quantkit.archs import Architecture, Key
 from quantkit.errors import UsageError
+from quantkit.shipped import shipped_folder
 from quantkit.spec.scheme import SCHEMES, Scheme
 from quantkit.spec.transform import MethodOptions
 
@@ -151,7 +151,7 @@ class Recipe(_Strict):
 
 def shipped_recipes() -> tuple[str, ...]:
     """Names of the recipes that come with quantkit."""
-    folder = resources.files("quantkit.recipes")
+    folder = shipped_folder("recipes")
     return tuple(sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml")))
 
 
@@ -162,7 +162,7 @@ def load_recipe(name_or_path: str) -> Recipe:
         UsageError: no such recipe, not YAML, or keys and values that the model refuses (all listed).
     """
     if name_or_path in shipped_recipes():
-        text = (resources.files("quantkit.recipes") / f"{name_or_path}.yaml").read_text(encoding="utf-8")
+        text = (shipped_folder("recipes") / f"{name_or_path}.yaml").read_text(encoding="utf-8")
     else:
         try:
             text = Path(name_or_path).read_text(encoding="utf-8")

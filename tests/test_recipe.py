@@ -100,3 +100,17 @@ def test_a_recipe_can_be_a_file(tmp_path: Path) -> None:
     path = tmp_path / "我的 [recipe].yaml"
     path.write_text("name: x\ndescription: y\nscheme: keep\n", encoding="utf-8")
     assert load_recipe(str(path)).scheme == "keep"
+
+
+def test_recipes_and_texts_of_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an installation `quantkit.recipes` is no package: the folders of the checkout serve."""
+    from quantkit.calibrate.sources import builtin_kinds
+
+    installed = shipped_recipes(), builtin_kinds()
+
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr("quantkit.shipped.resources.files", missing)
+    assert (shipped_recipes(), builtin_kinds()) == installed
+    assert load_recipe("w8a8").name == "w8a8"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError, UsageError, first_line
 from quantkit.recipe import Mix
+from quantkit.shipped import shipped_folder
 
 BUILTIN = "builtin:"
 MAX_ROWS = 20_000
@@ -36,7 +36,7 @@ class Row:
 
 def builtin_kinds() -> tuple[str, ...]:
     """Kinds of the shipped text."""
-    folder = resources.files("quantkit.calibration_data")
+    folder = shipped_folder("calibration_data")
     return tuple(sorted(item.name.removesuffix(".jsonl") for item in folder.iterdir() if item.name.endswith(".jsonl")))
 
 
@@ -103,7 +103,7 @@ def _builtin_rows(data: str) -> Iterator[Mapping[str, Any]]:
             "choose a shipped kind, or give a file or a data set",
             choices=builtin_kinds(),
         )
-    text = (resources.files("quantkit.calibration_data") / f"{kind}.jsonl").read_text(encoding="utf-8")
+    text = (shipped_folder("calibration_data") / f"{kind}.jsonl").read_text(encoding="utf-8")
     return (json.loads(line) for line in text.splitlines() if line.strip())
 
 
