@@ -70,8 +70,3 @@ def quantize_tokens(x_TK: Tensor, group_size: int | None = None) -> tuple[Tensor
     grouped = x_TK.unflatten(-1, (-1, group_size))
     scale = scale_from_absmax(grouped.abs().amax(dim=-1, keepdim=True))
     return quantize(grouped, scale).flatten(-2), scale.squeeze(-1)
-
-
-def group_size_for(k: int, preferred: int = 128) -> int:
-    """The largest divisor of `k` that is at most `preferred`: 128 where it divides, else what does."""
-    return next(size for size in range(min(preferred, k), 0, -1) if k % size == 0)

@@ -6,7 +6,6 @@ Expected sizes come from the split units of the role table, so a new role is che
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from quantkit.archs import ROLES, Architecture, Dims, Key, Kind, Role, Split, text_config
-from quantkit.memory import Weight
+from quantkit.memory import Weight, canonical_shape
 from quantkit.spec.tensorfile import TensorInfo
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ def _shapes(arch: Architecture, dims: Dims, weights: Mapping[Key, Weight]) -> It
         if key.part != "weight" or weight.payload is None or (key.layer is not None and key.layer >= dims.layers):
             continue
         role = arch.role(key.role)
-        shape = _canonical(arch, role, key, weight)
+        shape = canonical_shape(arch, weight)
         for side, expected, source in _expected(arch, dims, role):
             index = 0 if side == "rows" else 1
             if expected and len(shape) > index and shape[index] != expected:
@@ -161,17 +160,6 @@ def _shapes(arch: Architecture, dims: Dims, weights: Mapping[Key, Weight]) -> It
             f"the tensors decide: correct {source} in config.json",
             names[:_MAX_NAMED],
         )
-
-
-def _canonical(arch: Architecture, role: Role, key: Key, weight: Weight) -> tuple[int, ...]:
-    """`[N, K]` of a weight; the expert dimension of stacked ones is left out."""
-    shape = weight.shape
-    if role.kind is Kind.VECTOR:
-        return (math.prod(shape),)  # a correction bias may be stored as [1, E]
-    if role.per_expert and key.expert is None and len(shape) == 3:
-        shape = shape[1:]
-        return shape[::-1] if arch.experts_transposed and "weight" in weight.parts else shape
-    return shape or (1,)
 
 
 def _expected(arch: Architecture, dims: Dims, role: Role) -> Iterator[tuple[str, int, str]]:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantkit import arithmetic
+from quantkit.spec.scheme import group_size_for
 
 
 def numpy_quantize(x: np.ndarray, axis: int = -1) -> tuple[np.ndarray, np.ndarray]:
@@ -79,7 +80,7 @@ def test_tokens_without_groups_have_one_scale() -> None:
     ("k", "expected"), [(128, 128), (256, 128), (96, 96), (192, 96), (2880, 120), (7, 7), (131, 1)]
 )
 def test_group_size_divides(k: int, expected: int) -> None:
-    assert arithmetic.group_size_for(k) == expected
+    assert group_size_for(k) == expected
 
 
 def test_limits_of_exact_sums() -> None:

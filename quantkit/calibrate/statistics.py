@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quantkit.arithmetic import dequantize, group_size_for, quantize_tokens
+from quantkit.arithmetic import dequantize, quantize_tokens
+from quantkit.spec.scheme import group_size_for
 
 BINS_PER_OCTAVE = 4
 MIN_EXPONENT, MAX_EXPONENT = -16, 16

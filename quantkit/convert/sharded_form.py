@@ -12,7 +12,6 @@ from typing import Any
 
 from quantkit.archs import Key, Role, Split, Stage
 from quantkit.archs.assemble import Location, cut, locate
-from quantkit.arithmetic import group_size_for
 from quantkit.checkpoint.reader import Source
 from quantkit.convert.checkpoint_form import keep_tensor, kept_dtype, rows_of
 from quantkit.convert.decide import Decisions, Problems, is_extra
@@ -20,7 +19,7 @@ from quantkit.convert.split import Range, misfit, split_range
 from quantkit.convert.units import How, Piece, PlannedTensor, Zeros
 from quantkit.spec.manifest import RankFiles
 from quantkit.spec.mesh import Mesh
-from quantkit.spec.scheme import SCHEMES
+from quantkit.spec.scheme import SCHEMES, group_size_for
 
 Unit = tuple[PlannedTensor, ...]
 

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.archs import Architecture, Key, architecture_for
-from quantkit.arithmetic import group_size_for
 from quantkit.errors import InputError, UsageError
 from quantkit.spec.index import open_checkpoint, read_json
 from quantkit.spec.manifest import Manifest, RankFiles, TensorRecord, manifest_path, read_manifest
-from quantkit.spec.scheme import SCHEMES
+from quantkit.spec.scheme import SCHEMES, group_size_for
 from quantkit.spec.tensorfile import TensorInfo, read_header
 from quantkit_runtime.errors import BrokenShard, UnsupportedDtype
 from quantkit_runtime.shards import ModelFiles, Stored

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.arithmetic import group_size_for
 from quantkit.calibrate.statistics import EDGES, InputStats, clipping_shares, token_stats
+from quantkit.spec.scheme import group_size_for
 
 
 def ref_error(x: np.ndarray, group: int) -> np.ndarray:
