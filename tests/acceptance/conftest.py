@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
 
 from quantkit.cli import main
@@ -19,11 +18,6 @@ ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "tests" / "models"
 TINY = ("tiny-minimax-m2", "tiny-deepseek-v3")
 SMALL = ("--samples", "8", "--seq-len", "96")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _few_threads() -> None:
-    torch.set_num_threads(1)
 
 
 def cli(*arguments: str | Path) -> Result:

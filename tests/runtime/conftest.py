@@ -19,11 +19,6 @@ FORMS: dict[str, Callable[..., Path]] = {"checkpoint": outputs.write_checkpoint,
 SCHEMES = {"w8a8": outputs.w8a8, "group": outputs.grouped, "keep": outputs.kept}
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _few_threads() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """(model, form, scheme) -> folder; do not change it."""

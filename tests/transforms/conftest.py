@@ -19,11 +19,6 @@ from tests.families import FAMILIES, make_tiny
 REAL = {name: Path(__file__).parents[1] / "models" / name for name in ("tiny-minimax-m2", "tiny-deepseek-v3")}
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _few_threads() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Checkpoint of a family (or a real tiny model by name), with norm weights spread over an order of magnitude."""

@@ -1,4 +1,4 @@
-"""Small real and random sources, made once; conversions in this process unless a test says otherwise."""
+"""What the tests of every folder share: the trained models, tiny random ones of each family, few threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from quantkit.recipe import Recipe, load_recipe
 from tests.families import FAMILIES, make_tiny
 
-MODELS = Path(__file__).parents[1] / "models"
+MODELS = Path(__file__).parent / "models"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,7 +22,7 @@ def _few_threads() -> None:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Tiny random checkpoint of a family, with draft layers where it publishes them."""
+    """Tiny random checkpoint of a family, with draft layers where it publishes them; do not change it."""
 
     @cache
     def make(family: str) -> Path:
