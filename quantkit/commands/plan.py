@@ -57,7 +57,8 @@ def command(
     """Plan the cards for MODEL, a checkpoint folder or a bare config.json; no weights are read."""
     from quantkit.plan.cache import CacheFormat
     from quantkit.plan.devices import find_device
-    from quantkit.plan.report import Request, make_plan
+    from quantkit.plan.report import make_plan
+    from quantkit.plan.sizing import Request
     from quantkit.recipe import load_recipe
 
     request = Request(

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from quantkit.archs import Architecture, architecture_for, known_model_types, text_config
-from quantkit.archs.structure import layers_of
-from quantkit.errors import InputError, UsageError
-from quantkit.garbage import collection_paused
-from quantkit.memory import columns, human_bytes, inventory, native_dtypes
+from quantkit.errors import UsageError
+from quantkit.memory import human_bytes
 from quantkit.plan.cache import CacheFormat, per_token_at_start, sequence_bytes
-from quantkit.plan.devices import Device
 from quantkit.plan.estimate import CHUNK, RESERVE, CardMemory, Model, Workload, largest_batch, longest_context
-from quantkit.plan.native import promised_weights
 from quantkit.plan.proposals import Proposal, Rejected, propose
-from quantkit.plan.weights import model_weights
+from quantkit.plan.sizing import Request, fewest_cards, recommend
+from quantkit.plan.source import Source, read_source
 from quantkit.recipe import Recipe
 from quantkit.rope import rope_text
-from quantkit.spec.index import open_checkpoint, read_json
 from quantkit.spec.mesh import Mesh
 
-MAX_NODES = 64
 SHOWN = 5
 MILLION = 1_000_000
 
@@ -142,39 +133,6 @@ class PlanReport(_Strict):
         return bool(self.proposals)
 
 
-@dataclass(frozen=True)
-class _Source:
-    """What was read: a model, its sizes before and after, and sentences about how far they can be trusted."""
-
-    name: str
-    place: str
-    model: Model
-    from_tensors: bool
-    parameters: int
-    source_bytes: int
-    dtypes: dict[str, int]
-    output_bytes: int
-    warnings: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What was asked for.
-
-    Attributes:
-        cards: to plan for; None: the recommended number.
-        context: of each sequence; None: the config's positions, at most 32,768.
-    """
-
-    device: Device
-    recipe: Recipe
-    cards: int | None = None
-    cards_per_node: int = 8
-    context: int | None = None
-    concurrency: int = 8
-    cache: CacheFormat = CacheFormat()  # noqa: RUF009  # frozen
-
-
 def make_plan(path: Path, request: Request) -> PlanReport:
     """Plan a model.
 
@@ -206,102 +164,8 @@ def make_plan(path: Path, request: Request) -> PlanReport:
     return _report(source, request, work, fewest, recommended, advice, cards, proposals, rejected)
 
 
-@collection_paused()
-def read_source(path: Path, recipe: Recipe) -> _Source:
-    """Headers where there are any, else what the config promises."""
-    root = path.parent if path.is_file() else path
-    if not path.is_file() and not root.is_dir():
-        raise InputError(f"{path} is neither a folder nor a config.json", "give the model's folder or its config.json")
-    config = read_json(path if path.is_file() else root / "config.json")
-    arch = architecture_for(config)
-    dims = arch.dims(config)
-    from_tensors = path.is_dir() and any(root.glob("*.safetensors"))
-    warnings: list[str] = []
-    if from_tensors:
-        weights, unknown = inventory(arch, open_checkpoint(root).headers.values())
-        if unknown:
-            warnings.append(f"{len(unknown)} tensors have no role and are not counted: see quantkit inspect")
-    else:
-        weights = promised_weights(arch, dims, config)
-        warnings += _doubts(arch, config)
-    rows = columns(arch, dims, weights.values(), recipe)
-    sizes = model_weights(arch, dims, recipe, weights, kept_bits=_kept_bits(config))
-    return _Source(
-        root.resolve().name,
-        str(root),
-        Model(dims, config, layers_of(arch, dims, config), sizes),
-        from_tensors,
-        sum(row.parameters for row in rows),
-        sum(row.nbytes for row in rows),
-        native_dtypes(weights.values()),
-        sum(row.output_nbytes for row in rows),
-        tuple(warnings),
-    )
-
-
-def _doubts(arch: Architecture, config: Mapping[str, Any]) -> Iterator[str]:
-    types = {str(part.get("model_type", "")) for part in (config, text_config(config))}
-    if not types & set(known_model_types()):
-        yield f"model type {', '.join(sorted(types))} has no record of its own: its tensors were guessed as usual ones"
-    if "vision_config" in config:
-        yield "config.json alone does not tell the vision tower's size: it is not counted"
-
-
-def _kept_bits(config: Mapping[str, Any]) -> int:
-    text = text_config(config)
-    stated = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype"))
-    return 32 if "float32" in stated else 16
-
-
-def candidates(cards_per_node: int) -> list[int]:
-    """Numbers of cards that people have: any within a node, whole nodes beyond."""
-    return [*range(1, cards_per_node + 1), *(cards_per_node * nodes for nodes in range(2, MAX_NODES + 1))]
-
-
-def fewest_cards(model: Model, request: Request, work: Workload) -> int | None:
-    """The least number of cards with a mesh that fits."""
-    usable = request.device.nbytes * (1 - RESERVE)
-    least = _weight_bytes(model) / usable
-    for cards in candidates(request.cards_per_node):
-        if cards >= least and propose(model, cards, request.cards_per_node, work, request.device.nbytes)[0]:
-            return cards
-    return None
-
-
-def _weight_bytes(model: Model) -> int:
-    dense, expert = model.weights.stage(Mesh(), 0, range(model.dims.layers))
-    return sum(dense.values()) + model.dims.experts * sum(expert.values())
-
-
-def recommend(model: Model, request: Request, work: Workload, fewest: int | None) -> tuple[int | None, str]:
-    """1.2 to 1.5 times the fewest, rounded to what people have and to a mesh that fits; with the reason."""
-    if fewest is None:
-        return None, f"does not fit on {MAX_NODES} nodes of {request.cards_per_node} cards"
-    low, high = math.ceil(1.2 * fewest), max(math.floor(1.5 * fewest), math.ceil(1.2 * fewest))
-    rule = f"1.2 to 1.5 times the fewest is {low}" + (f" to {high}" if high > low else "")
-    possible = [cards for cards in candidates(request.cards_per_node) if cards >= low]
-    for cards in possible:
-        if propose(model, cards, request.cards_per_node, work, request.device.nbytes)[0]:
-            why = "" if cards <= high else "; the next number with whole nodes and a mesh that fits"
-            return cards, f"{rule}{why}{_wider(model, request, work, cards)}"
-    return fewest, rule
-
-
-def _wider(model: Model, request: Request, work: Workload, cards: int) -> str:
-    """A remark where a few more cards of one node would split every layer over all of them, and these do not."""
-
-    def whole(number: int) -> bool:
-        found, _ = propose(model, number, request.cards_per_node, work, request.device.nbytes)
-        return any(row.mesh.tp == number for row in found)
-
-    if cards >= request.cards_per_node or whole(cards):
-        return ""
-    more = next((number for number in range(cards + 1, request.cards_per_node + 1) if whole(number)), None)
-    return f"; {more} could share every layer (tp={more}), which answers a single request faster" if more else ""
-
-
 def _report(
-    source: _Source,
+    source: Source,
     request: Request,
     work: Workload,
     fewest: int | None,
@@ -351,7 +215,7 @@ def _report(
     )
 
 
-def _size_warnings(source: _Source, model: Model, work: Workload, recipe: Recipe) -> Iterator[str]:
+def _size_warnings(source: Source, model: Model, work: Workload, recipe: Recipe) -> Iterator[str]:
     if source.output_bytes > LARGER * source.source_bytes:
         form = next(iter(source.dtypes), "its form")
         yield (
@@ -422,7 +286,7 @@ def _what_if(model: Model, best: Proposal | None, work: Workload, card: int) -> 
         )
 
 
-def _commands(source: _Source, request: Request, mesh: Mesh) -> tuple[str, ...]:
+def _commands(source: Source, request: Request, mesh: Mesh) -> tuple[str, ...]:
     recipe = "" if request.recipe.name == "w8a8" else f" --recipe {request.recipe.name}"
     sizes = {"tp": mesh.tp, "pp": mesh.pp, "ep": mesh.ep, "dp": mesh.dp}
     options = "".join(f" --{name} {size}" for name, size in sizes.items() if size > 1)

@@ -14,7 +14,7 @@ from quantkit.errors import UsageError
 from quantkit.plan.estimate import Model, Workload, longest_context, rank_weights, stage_memory
 from quantkit.plan.native import promised_weights
 from quantkit.plan.proposals import Proposal, illegal, meshes, propose, rate
-from quantkit.plan.report import read_source
+from quantkit.plan.source import read_source
 from quantkit.plan.weights import model_weights
 from quantkit.recipe import load_recipe
 from quantkit.spec.mesh import Mesh

@@ -10,7 +10,8 @@ from quantkit.archs import architecture_for
 from quantkit.archs.structure import layers_of
 from quantkit.plan.cache import CacheFormat, LayerCache, layer_caches, per_token, per_token_at_start, sequence_bytes
 from quantkit.plan.devices import find_device
-from quantkit.plan.report import PlanReport, Request, make_plan
+from quantkit.plan.report import PlanReport, make_plan
+from quantkit.plan.sizing import Request
 from quantkit.recipe import load_recipe
 from tests.plan.facts import CONFIGS
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from quantkit.cli import main
 from quantkit.plan.estimate import rank_weights
-from quantkit.plan.report import read_source
+from quantkit.plan.source import read_source
 from quantkit.recipe import load_recipe
 from quantkit.spec.manifest import Manifest, read_manifest
 from quantkit.spec.mesh import Mesh
