@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.archs import Key
+from quantkit.archs import Key, Kind
 from quantkit.archs.assemble import Location, assemble
 from quantkit.arithmetic import SCALE_FLOOR, channel_scales, quantize_scratch
 from quantkit.checkpoint.formats import int8_channel
@@ -114,8 +114,17 @@ class Producer:
         if not entry.shape:
             yield self._source.fetch(piece.key).to(torch_dtype(tensor.dtype))
             return
-        for _, values in self._rows(piece):
-            yield _window(values.to(torch_dtype(tensor.dtype)), tensor)
+        for (first, _), values in self._rows(piece):
+            kept = values.to(torch_dtype(tensor.dtype))
+            self._check_kept(piece, kept, first)
+            yield _window(kept, tensor)
+
+    def _check_kept(self, piece: Location, values: Tensor, first: int) -> None:
+        """Refuse NaN and infinity in what the model computes with; opaque subtrees may hold them (masks)."""
+        opaque = self._source.arch.role(piece.key.role).kind is Kind.OPAQUE
+        if not opaque and values.dtype in _CHECKED and not bool(values.isfinite().all()):
+            by_row = values.abs().flatten(1).amax(1) if values.ndim > 1 else values
+            raise self._not_finite(piece, by_row, first)
 
     def _int8(self, piece: Location) -> Iterator[tuple[Tensor, Tensor]]:
         """(int8 `[n, K]`, float32 scales `[n, 1]`) of a piece, a few rows at a time."""
@@ -172,6 +181,9 @@ class Producer:
             f"{name}: row {row}{expert} holds NaN or infinity",
             "the source is damaged: copy or download it again, and check it with its publisher's checksums",
         )
+
+
+_CHECKED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def _window(values: Tensor, tensor: PlannedTensor) -> Tensor:
