@@ -137,6 +137,12 @@ def read_dims(
         raise InputError(
             f"config.json lacks {', '.join(missing)} (or says 0)", "check that this folder holds a decoder model"
         )
+    routed_to_none = not found["experts_per_token"] and any(key in text for key in keys["experts_per_token"])
+    if found["experts"] and routed_to_none:
+        raise InputError(
+            f"config.json routes each token to 0 of {found['experts']} experts",
+            f"correct {keys['experts_per_token'][0]} in config.json",
+        )
     is_mla = found["kv_lora_rank"] > 0
     nope_rope = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
     own_head_dim, own_v_head_dim = found.pop("head_dim"), found.pop("v_head_dim")

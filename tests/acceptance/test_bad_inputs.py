@@ -70,6 +70,7 @@ def test_size_that_is_no_size(command: str, key: str, value: Any, source: Path, 
         ("num_attention_heads", 3, "config.json says 96"),
         ("num_local_experts", 15, "15 experts"),
         ("num_experts_per_tok", 17, "17 of 16 experts"),
+        ("num_experts_per_tok", 0, "0 of 16 experts"),
     ],
 )
 def test_config_of_another_model(command: str, key: str, value: int, words: str, source: Path, tmp_path: Path) -> None:
