@@ -173,7 +173,9 @@ class GemmTrace(TorchDispatchMode):
             if name in _GEMM_OPS:
                 operands = [arg for arg in args if isinstance(arg, Tensor)]
                 weights = {weight for operand in operands for weight in self._weights_of(operand)}
-                self._account.float_gemm(f"torch.{name}", _dtype_name(operands[-1].dtype), weights)
+                # the offsets of a grouped GEMM are int32 and say nothing about its arithmetic
+                values = [operand for operand in operands if operand.dtype != torch.int32] or operands
+                self._account.float_gemm(f"torch.{name}", _dtype_name(values[-1].dtype), weights)
             elif name.startswith(_ATTENTION_OPS):
                 self._account.float_gemm("torch.scaled_dot_product_attention", _dtype_name(args[0].dtype), ())
         return func(*args, **(kwargs or {}))

@@ -17,7 +17,7 @@ from torch import nn
 
 from quantkit.errors import VerificationError
 from quantkit_runtime import graft, smoke
-from quantkit_runtime.account import unfused
+from quantkit_runtime.account import Account, GemmTrace, unfused
 from quantkit_runtime.cli import main
 from quantkit_runtime.graft import LoadedModel
 from quantkit_runtime.layers import Int8Experts, Int8Linear
@@ -250,3 +250,11 @@ def test_a_wrong_kernel_fails_the_self_test(converted: Converted, load: Callable
     module._kernel = wrong  # type: ignore[assignment]
     with pytest.raises(VerificationError, match=r"layers.1.mlp.experts.down_proj, expert 0"):
         smoke.self_test(loaded)
+
+
+def test_offsets_of_a_grouped_gemm_are_not_its_dtype() -> None:
+    account = Account()
+    a_MK, b_EKN = torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(2, 16, 16, dtype=torch.bfloat16)
+    with GemmTrace(account, nn.Module(), {}):
+        torch.ops.aten._grouped_mm(a_MK, b_EKN, torch.tensor([2, 4], dtype=torch.int32))
+    assert {row.dtype for row in account.rows()} == {"bfloat16"}
