@@ -69,6 +69,7 @@ def command(
         context,
         concurrency,
         CacheFormat(kv_keys, kv_values),
+        recipe_given=recipe,
     )
     found = make_plan(model, request)
     if as_json:

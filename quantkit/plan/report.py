@@ -287,7 +287,8 @@ def _what_if(model: Model, best: Proposal | None, work: Workload, card: int) -> 
 
 
 def _commands(source: Source, request: Request, mesh: Mesh) -> tuple[str, ...]:
-    recipe = "" if request.recipe.name == "w8a8" else f" --recipe {request.recipe.name}"
+    given = request.recipe_given or request.recipe.name
+    recipe = "" if given == "w8a8" else f" --recipe {given}"
     sizes = {"tp": mesh.tp, "pp": mesh.pp, "ep": mesh.ep, "dp": mesh.dp}
     options = "".join(f" --{name} {size}" for name, size in sizes.items() if size > 1)
     return (

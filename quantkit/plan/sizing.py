@@ -22,6 +22,7 @@ class Request:
     Attributes:
         cards: to plan for; None: the recommended number.
         context: of each sequence; None: the config's positions, at most 32,768.
+        recipe_given: name or file of the recipe, for the commands that are printed; empty: its own name.
     """
 
     device: Device
@@ -31,6 +32,7 @@ class Request:
     context: int | None = None
     concurrency: int = 8
     cache: CacheFormat = CacheFormat()  # noqa: RUF009  # frozen
+    recipe_given: str = ""
 
 
 def candidates(cards_per_node: int) -> list[int]:

@@ -176,3 +176,11 @@ def test_strange_configs_get_no_traceback(change: dict[str, object], tmp_path: P
         done = CliRunner().invoke(main, command)
         assert done.exit_code in (0, 3)
         assert done.exception is None or isinstance(done.exception, SystemExit)
+
+
+def test_the_printed_commands_name_the_recipe_as_it_was_given(config: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("name: mine\ndescription: of a user\n")
+    found = as_report(config, "--device", "K100_AI", "--recipe", recipe)
+    assert found.recipe == "mine"
+    assert all(f"--recipe {recipe}" in line for line in found.commands)
