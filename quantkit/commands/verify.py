@@ -53,6 +53,8 @@ def command(
 def _render(report: VerifyReport) -> None:
     from rich.table import Table
 
+    from quantkit.convert.verify import SOURCE_CHECK
+
     table = Table("check", "looked at", "wrong", "note", title=None)
     for check in report.checks:
         table.add_row(check.name, f"{check.count:,}", str(len(check.failures)), check.note)
@@ -66,4 +68,9 @@ def _render(report: VerifyReport) -> None:
         shown.print(f"{report.folder}: verified", markup=False)
     else:
         shown.print(f"{report.folder}: {len(report.failures)} failures", markup=False)
-        shown.print("next: copy the named files again, or convert again into a new folder")
+        if any(check.name == SOURCE_CHECK and check.failures for check in report.checks):
+            shown.print(
+                "next: give --source the model that was converted, as it was then; if it has changed, convert again"
+            )
+        else:
+            shown.print("next: copy the named files again, or convert again into a new folder")

@@ -17,8 +17,13 @@ def merge(folder: Path, out: Path, *, jobs: int = 0, max_shard_bytes: int = DEFA
     The weight files equal those of a direct conversion to a checkpoint with the same recipe, byte for byte.
 
     Raises:
-        InputError: `folder` holds no rank shards, or they do not make a whole model.
+        InputError: `folder` does not exist, holds no rank shards, or they do not make a whole model.
     """
+    if not (folder / SHARDED_NAME).exists():
+        found = "no such folder" if not folder.exists() else f"no {SHARDED_NAME} in it"
+        raise InputError(
+            f"{folder} is no folder of rank shards: {found}", "give a folder of `convert --format sharded`"
+        )
     manifest = read_manifest(folder / SHARDED_NAME)
     if manifest.form != "sharded":
         raise InputError(f"{folder} is no folder of rank shards", "give a folder of `convert --format sharded`")

@@ -252,4 +252,7 @@ def _warnings(source: Source, result: Plan, mesh: Mesh) -> Iterator[str]:
     if decoded:
         yield f"{len(decoded)} tensors are decoded from a native low-bit format before they are rounded again"
     if result.form == "checkpoint" and not result.quantized:
-        yield "the recipe quantizes nothing; the output has the source's tensors bit for bit"
+        if any(entry.format.name != "plain" for entry in source.entries.values()):
+            yield "the recipe quantizes nothing; low-bit weights of the source are written as floats"
+        else:
+            yield "the recipe quantizes nothing; the output has the source's tensors bit for bit"

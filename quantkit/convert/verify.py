@@ -32,6 +32,8 @@ from quantkit.spec.index import INDEX_NAME, open_checkpoint, read_json
 from quantkit.spec.manifest import SIGNATURE_NAME, Manifest, OutputFile, TensorRecord, manifest_path, read_manifest
 from quantkit.spec.tensorfile import read_header
 
+SOURCE_CHECK = "source is the one that was converted"
+
 
 class Check(BaseModel):
     """One kind of check.
@@ -313,7 +315,7 @@ def _check_source(folder: Path, root: Path, manifest: Manifest | None, quick: bo
         return
     original = opened[0]
     if manifest is not None:
-        checks.run("source is the one that was converted", lambda: _source_files(root, manifest, quick, jobs))
+        checks.run(SOURCE_CHECK, lambda: _source_files(root, manifest, quick, jobs))
         checks.run("parameter count equals the source's", lambda: _parameters(original, manifest))
         checks.run("copied files equal the source's", lambda: _copies(root, manifest, quick, jobs))
     if quick:

@@ -151,3 +151,23 @@ def test_flipped_byte_of_a_copied_file(tmp_path: Path, converted: Callable[[str,
     result = cli("verify", folder)
     assert result.exit_code == 4
     assert "tokenizer.json" in result.output
+
+
+def test_merge_of_what_is_no_shards(source: Path, tmp_path: Path) -> None:
+    refused(cli("merge", source, "-o", tmp_path / "out"), 3, "no folder of rank shards", "--format sharded")
+    refused(cli("merge", tmp_path / "nothing", "-o", tmp_path / "out"), 3, "no such folder")
+
+
+def test_another_source(tmp_path: Path, converted: Callable[[str, str, str], Path]) -> None:
+    done = cli("verify", converted("tiny-deepseek-v3", "checkpoint", "w8a8"), "--source", MODELS / "tiny-minimax-m2")
+    assert done.exit_code == 4
+    assert "next: give --source the model that was converted" in done.stdout
+
+
+def test_nothing_quantized_of_an_int8_source(tmp_path: Path, converted: Callable[[str, str, str], Path]) -> None:
+    source = converted("tiny-deepseek-v3", "checkpoint", "w8a8")
+    done = cli("convert", source, "-o", tmp_path / "out", "--recipe", "bf16", "--dry-run")
+    assert done.exit_code == 0
+    text = " ".join((done.stdout + done.stderr).split())
+    assert "low-bit weights of the source are written as floats" in text
+    assert "bit for bit" not in text
