@@ -19,6 +19,9 @@ from quantkit.shipped import shipped_folder
 from quantkit.spec.scheme import SCHEMES, Scheme
 from quantkit.spec.transform import MethodOptions
 
+RULE_FORMS = "a rule matches a whole name on disk ('model.layers.0.mlp.*') or a role ('mlp.down', '*.down')"
+"""What `match` of a rule may be, for messages."""
+
 MAX_SAMPLES = 10_000_000
 """Bound on samples: all of them are drawn before the first layer runs."""
 

@@ -14,7 +14,7 @@ from quantkit.arithmetic import channel_scales
 from quantkit.checkpoint.reader import Source
 from quantkit.crosscheck import contradictions
 from quantkit.errors import InputError, UsageError
-from quantkit.recipe import Recipe
+from quantkit.recipe import RULE_FORMS, Recipe
 
 FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
 """Dtypes (safetensors names) of decoded weights that a GEMM can have."""
@@ -77,7 +77,7 @@ def expected_gemms(source: Source, recipe: Recipe) -> dict[Key, GemmWeight]:
     if unused:
         raise UsageError(
             f"rules of the recipe {recipe.name} match nothing in {source.root}",
-            "correct or remove them; `quantkit inspect` lists names and roles",
+            "correct or remove them; " + RULE_FORMS,
             items=unused,
         )
     found: dict[Key, GemmWeight] = {}

@@ -36,7 +36,7 @@ Killed or out of space: run the same command again, finished files are kept.
 @click.command("convert", epilog=_EPILOG)
 @click.argument("model", type=_FOLDER)
 @click.option("-o", "--out", type=_FOLDER, required=True, help="New or empty folder, outside MODEL.")
-@click.option("--recipe", default="w8a8", show_default=True, help="Shipped name or YAML file.")
+@click.option("--recipe", default="w8a8", show_default=True, metavar="NAME|FILE", help="Shipped name or YAML file.")
 @click.option("--calibration", type=_FOLDER, help="Folder that `quantkit calibrate` wrote.")
 @click.option(
     "--format",
@@ -48,7 +48,9 @@ Killed or out of space: run the same command again, finished files are kept.
 )
 @click.option("--tp", type=click.IntRange(1), default=1, help="Ranks that split every dense GEMM.")
 @click.option("--pp", type=click.IntRange(1), default=1, help="Pipeline stages.")
-@click.option("--ep", type=click.IntRange(1), default=1, help="Groups that the routed experts are spread over.")
+@click.option(
+    "--ep", type=click.IntRange(1), default=1, help="Groups that the routed experts are spread over; divides tp * dp."
+)
 @click.option("--dp", type=click.IntRange(1), default=1, help="Replicas of the dense part; they share its files.")
 @click.option(
     "--pp-policy", type=click.Choice(["middle", "last"]), default="middle", show_default=True, help="Remaining layers."

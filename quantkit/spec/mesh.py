@@ -125,7 +125,8 @@ class Mesh(BaseModel):
             found.append(f"pp={self.pp}: the model has {layers} layers; legal pp: 1 to {layers}")
         if self.tp * self.dp % self.ep:
             legal = [ep for ep in range(1, self.tp * self.dp + 1) if self.tp * self.dp % ep == 0]
-            found.append(f"ep={self.ep} does not divide tp * dp = {self.tp * self.dp}; legal ep: {_listed(legal)}")
+            options = f"legal ep: {_listed(legal)}; or raise tp or dp"
+            found.append(f"ep={self.ep} does not divide tp * dp = {self.tp * self.dp}; {options}")
         if self.ep > max(experts, 1):
             found.append(f"ep={self.ep}: the model has {experts} routed experts; legal ep: 1 to {max(experts, 1)}")
         return found + self._map_problems(experts)
