@@ -154,9 +154,10 @@ def _warnings(gemms: list[GemmSummary], min_tokens: int) -> Iterator[str]:
     experts = {(gemm.layer, gemm.expert): gemm.tokens for gemm in gemms if gemm.fallback}
     if experts:
         named = ", ".join(f"layer {layer} expert {expert} ({tokens})" for (layer, expert), tokens in experts.items())
+        many = f"{len(experts)} expert{'s' if len(experts) > 1 else ''}"
         yield (
-            f"{len(experts)} experts saw fewer than {min_tokens} tokens; their activation statistics are those of all "
-            f"experts of their layer, their weights are quantized from the weights alone: {named}"
+            f"{many} saw fewer than {min_tokens} tokens; their activation statistics are those of all experts of their "
+            f"layer, their weights are quantized from the weights alone: {named}"
         )
     high = sorted((gemm for gemm in gemms if gemm.token_error > HIGH_ERROR), key=lambda gemm: -gemm.token_error)
     if high:

@@ -74,6 +74,10 @@ def command(
         print_json(run.summary.model_dump(mode="json"))
     else:
         _show_summary(run.summary, out, already=run.already)
+        given = "" if recipe == "w8a8" else f" --recipe {recipe}"
+        console().print(
+            f"next: quantkit convert {model} -o OUT{given} --calibration {out}", markup=False, soft_wrap=True
+        )
 
 
 def _override(recipe: Recipe, data: tuple[str, ...], force_sources: bool, overrides: dict[str, int | None]) -> Recipe:
