@@ -127,14 +127,15 @@ def _show_summary(summary: CalibrationSummary, folder: Path, *, already: bool) -
 
 
 def _worst_table(summary: CalibrationSummary) -> Table:
-    """The GEMMs whose inputs lose most to per-token INT8."""
+    """The quantized GEMMs whose inputs lose most to per-token INT8."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, title="largest error of the input", title_justify="left")
     table.add_column("GEMM")
     for name in ("tokens", "absmax", "per token", "per group", "outlier channels"):
         table.add_column(name, justify="right")
-    for gemm in sorted(summary.gemms, key=lambda row: (-row.token_error, row.name))[:_WORST]:
+    quantized = (gemm for gemm in summary.gemms if gemm.quantized)
+    for gemm in sorted(quantized, key=lambda row: (-row.token_error, row.name))[:_WORST]:
         table.add_row(
             gemm.name,
             f"{gemm.tokens:,}",

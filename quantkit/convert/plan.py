@@ -96,7 +96,7 @@ def plan(
         ignore=ignore if _any_int8(decisions) else (),
         ranks=ranks,
         parameters=sum(math.prod(entry.shape) for entry in source.entries.values()),
-        source_bytes=sum(header.file_size for header in source.index.headers.values()),
+        source_bytes=sum(entry.nbytes for entry in source.entries.values()),
         quantized=sum(scheme.is_int8 for scheme in decisions.schemes.values()),
         kept=len(decisions.written) - sum(scheme.is_int8 for scheme in decisions.schemes.values()),
         warnings=(),

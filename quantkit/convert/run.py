@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -196,17 +197,23 @@ def _calibration_digest(folder: Path, source_digest: str, recipe: Recipe) -> str
             f"this one is {source_digest[:16]})",
             "calibrate this source, or convert the one that was calibrated",
         )
-    wanted = recipe.model_dump(mode="json")
-    # how the text was drawn (`calibrate --samples` and its like) is the artifact's own matter
-    keys = [key for key in wanted if key != "calibration" and summary.recipe.get(key) != wanted[key]]
-    if keys:
+    there, now = _decisions(summary.recipe), _decisions(recipe.model_dump(mode="json"))
+    if differing := [key for key in now if there.get(key) != now[key]]:
         raise UsageError(
             f"{folder} was calibrated with another recipe",
             "use the recipe of the calibration, or calibrate again",
-            items=[f"{key}: {summary.recipe.get(key)} there, {wanted[key]} now" for key in keys],
+            items=[f"{key}: {there.get(key)} there, {now[key]} now" for key in differing],
         )
     check_files(folder, summary)
     return hashlib.sha256((folder / SUMMARY_NAME).read_bytes()).hexdigest()  # it holds the checksums of the rest
+
+
+def _decisions(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recipe decides about scales: without its prose, and without how the text was drawn, which is the
+    artifact's own matter."""
+    kept = {key: value for key, value in recipe.items() if key not in ("name", "description", "calibration")}
+    rules = [{key: value for key, value in rule.items() if key != "reason"} for rule in recipe.get("rules", ())]
+    return {**kept, "rules": rules}
 
 
 def _manifest(prepared: Prepared, out: OutputFolder, done: dict[str, Done]) -> Manifest:

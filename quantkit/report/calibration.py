@@ -39,7 +39,9 @@ def _context(summary: CalibrationSummary) -> dict[str, Any]:
         "quantized": sum(row.quantized for row in gemms),
         "token_errors": line_plot(_by_role(gemms, "token_error"), "layer", "relative error, one scale per token"),
         "group_errors": line_plot(_by_role(gemms, "group_error"), "layer", "relative error, one scale per group"),
-        "worst": sorted(gemms, key=lambda row: (-row.token_error, row.name))[:MAX_ROWS],
+        "worst": sorted((row for row in gemms if row.quantized), key=lambda row: (-row.token_error, row.name))[
+            :MAX_ROWS
+        ],
         "roles": _role_table(gemms),
         "outliers": by_outliers[:MAX_ROWS],
         "outlier_total": len(by_outliers),

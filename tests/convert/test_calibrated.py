@@ -119,6 +119,17 @@ def test_artifacts_that_do_not_fit(
     assert not (tmp_path / "out/quantkit_manifest.json").exists()
 
 
+def test_prose_of_a_recipe_decides_nothing(
+    artifact: Callable[..., Path], minimax: Path, tmp_path: Path, w8a8: Recipe
+) -> None:
+    """A corrected description, another name or reason: the calibration still fits."""
+    rule = {"match": "attn.o", "scheme": "w8a8", "reason": "one"}
+    there = {**w8a8.model_dump(mode="json"), "rules": [rule]}
+    now = {**there, "name": "mine", "description": "Corrected.", "rules": [{**rule, "reason": "another"}]}
+    recipe = Recipe.model_validate(now)
+    assert prepare(minimax, recipe, calibration=artifact(recipe=there)).calibration_digest
+
+
 def test_an_unfinished_artifact(minimax: Path, tmp_path: Path, w8a8: Recipe) -> None:
     (tmp_path / "calibration").mkdir()
     with pytest.raises(QuantkitError, match="no finished calibration"):
