@@ -8,32 +8,12 @@ bits are those of a machine with one core. Other instruction sets (AVX2, AVX-512
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Executor, Future, wait
-from contextlib import contextmanager
 from typing import TypeVar
 
-import torch
-
 Result = TypeVar("Result")
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-@contextmanager
-def one_thread_per_operation() -> Iterator[None]:
-    """torch's operations use one thread each inside the block, in this thread and in those started inside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def in_order(pool: Executor, work: Callable[[int], Result], count: int, ahead: int) -> Generator[Result, None, None]:

@@ -29,7 +29,7 @@ from quantkit.calibrate.data import Batch, Samples, draw_samples, load_tokenizer
 from quantkit.calibrate.measure import BatchMeasurement
 from quantkit.calibrate.methods import view_of
 from quantkit.calibrate.observe import LayerObserver, missing_gemms
-from quantkit.calibrate.parallel import available_cores, in_order, one_thread_per_operation
+from quantkit.calibrate.parallel import in_order
 from quantkit.calibrate.state import GemmRecord, LayerRecord, finished_layers, gemm_name, layer_path, save_layer
 from quantkit.calibrate.stream import LayerStream
 from quantkit.calibrate.weights import GemmWeight, WeightRecorder, expected_gemms, require_sound
@@ -40,6 +40,7 @@ from quantkit.outdir import check_place, exclusive, prepare_output
 from quantkit.recipe import Recipe
 from quantkit.spec.calibration import ARTIFACT_NAMES, SUMMARY_NAME, CalibrationSummary, read_summary
 from quantkit.spec.tensorfile import torch_dtype
+from quantkit.threads import available_cores, one_thread_per_operation
 
 DEVICES = ("auto", "cpu", "cuda")
 

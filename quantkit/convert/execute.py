@@ -10,7 +10,6 @@ bytes are still cached.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import threading
@@ -31,6 +30,7 @@ from quantkit.convert.units import Plan, PlannedFile
 from quantkit.errors import QuantkitError
 from quantkit.outdir import OutputFolder
 from quantkit.recipe import Recipe
+from quantkit.threads import one_thread_per_operation
 
 _JOURNAL = "journal"
 
@@ -210,7 +210,7 @@ def _run_all(jobs: list[Job], spec: SourceSpec, source: Source, out: Path, worke
         if stop.is_set():
             raise CancelledError
 
-    with _one_thread_each(), ThreadPoolExecutor(max(1, workers), "convert") as pool:
+    with one_thread_per_operation(), ThreadPoolExecutor(max(1, workers), "convert") as pool:
         futures: dict[Future[Done], Job] = {pool.submit(run_job, job, source, scales, out, go_on): job for job in jobs}
         try:
             for future in as_completed(futures):
@@ -218,16 +218,3 @@ def _run_all(jobs: list[Job], spec: SourceSpec, source: Source, out: Path, worke
         finally:  # a unit failed, or the caller was interrupted: the units in hand end at once
             stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """The units run side by side, so torch must not divide each of their many small operations as well."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ from quantkit.spec.manifest import (
     read_manifest,
 )
 from quantkit.spec.mesh import Mesh
+from quantkit.threads import available_cores
 
 Form = Literal["checkpoint", "sharded"]
 
@@ -185,7 +185,7 @@ def open_output(prepared: Prepared, out: Path) -> OutputFolder:
 
 def default_jobs() -> int:
     """Cores that this process may use, at most 8: more only wait for the disk."""
-    return min(len(os.sched_getaffinity(0)), 8)
+    return min(available_cores(), 8)
 
 
 def _calibration_digest(folder: Path, source_digest: str, recipe: Recipe) -> str:
