@@ -137,8 +137,11 @@ def test_other_options_are_refused(minimax: Path, tmp_path: Path, w8a8: Recipe, 
     assert tree(out) == before
 
 
-def test_jobs_do_not_matter(minimax: Path, tmp_path: Path, w8a8: Recipe, undisturbed: dict[str, str]) -> None:
-    convert(minimax, tmp_path / "out", w8a8, jobs=2, max_shard_bytes=SHARD_BYTES)
+@pytest.mark.parametrize("jobs", [2, 8])
+def test_jobs_do_not_matter(
+    jobs: int, minimax: Path, tmp_path: Path, w8a8: Recipe, undisturbed: dict[str, str]
+) -> None:
+    convert(minimax, tmp_path / "out", w8a8, jobs=jobs, max_shard_bytes=SHARD_BYTES)
     assert tree(tmp_path / "out") == undisturbed
 
 
