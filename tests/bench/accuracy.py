@@ -89,11 +89,11 @@ def ours(recipe: str, source: Path, work: Path, dense: bool, options: list[str])
     )
 
 
-def peer(method: str, source: Path, work: Path, samples: Path) -> Made:
+def peer(method: str, source: Path, work: Path, samples: Path, device: str) -> Made:
     name = f"llmcompressor {method}"
     out = fresh(work / name.replace(" ", "-"))
     script = common.BENCH / "peer_llmcompressor.py"
-    words = ["oneshot", source, out, "--method", method]
+    words = ["oneshot", source, out, "--method", method, "--device", device]
     words += [] if method == "rtn" else ["--samples", samples]
     result = last_line(common.run([peers.python_of("llmcompressor"), script, *words]))
     return Made(name, out, ("compressed-tensors", "quantkit-runtime"), result["seconds"], result["calibration_tokens"])
@@ -120,10 +120,10 @@ def make(model: str, source: Path, work: Path, args: Any) -> list[Made]:
     samples = work / "peer_samples.jsonl"
     if dense and args.peers:
         write_samples(source, samples, *((8, 64) if args.small else (PEER_SAMPLES, PEER_LENGTH)))
-    options = ["--samples", "24", "--seq-len", "64"] if args.small else []
+    options = ["--device", args.device, *(["--samples", "24", "--seq-len", "64"] if args.small else [])]
     jobs = {recipe: lambda recipe=recipe: ours(recipe, source, work, dense, options) for recipe in args.recipe}
     if dense and args.peers:
-        jobs |= {f"llmcompressor {m}": lambda m=m: peer(m, source, work, samples) for m in PEER_METHODS}
+        jobs |= {f"llmcompressor {m}": lambda m=m: peer(m, source, work, samples, args.device) for m in PEER_METHODS}
     made = []
     for name, job in jobs.items():
         row = known.get(name)
@@ -160,11 +160,11 @@ def texts(kind: str) -> list[str]:
     return [json.loads(line)["text"] for line in (MODELS / "texts" / f"{kind}.jsonl").read_text("utf-8").splitlines()]
 
 
-def measure(source: Path, made: list[Made], limit: int | None) -> dict[str, Any]:
+def measure(source: Path, made: list[Made], limit: int | None, device: str) -> dict[str, Any]:
     """Scores by candidate (and loader) and kind of text."""
     tokenizer = load_tokenizer(source)
-    reference = scoring.load_source(source)
-    loaded = {(row.name, loader): scoring.LOADERS[loader](row.folder) for row in made for loader in row.loaders}
+    reference = scoring.load_source(source, device)
+    loaded = {(row.name, loader): scoring.LOADERS[loader](row.folder, device) for row in made for loader in row.loaders}
     named = {f"{name} [{loader}]": model for (name, loader), model in loaded.items()}
     found: dict[str, Any] = {"source": {}, "candidates": {name: {} for name in named}, "raw": {}}
     for kind in KINDS:
@@ -228,10 +228,10 @@ def run_model(model: str, args: Any) -> None:
     if args.small and model == DENSE:
         source = truncated(source, args.work / "accuracy" / f"{model}-4-layers", 4)
     limit = args.windows or (2 if args.small else None)
-    report = common.Report(f"accuracy-{model}", args.small, {"window": 512, "windows_limit": limit, "dtype": "float32"})
+    report = common.Report(f"accuracy-{model}", args.small, {"window": 512, "windows_limit": limit, "dtype": "float32", "device": args.device})
     report.data["peer_versions"] = peers.versions("llmcompressor") if model == DENSE and args.peers else {}
     made = [only(row, args.loader) for row in make(model, source, work, args)]
-    found = measure(source, made, limit)
+    found = measure(source, made, limit, args.device)
     scoring.show(found["candidates"])
     print("\ntime and text")
     common.table(["", "seconds", "calibration tokens"], [[m.name, f"{m.seconds:.1f}", f"{m.tokens:,}"] for m in made])
@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument("--reuse", action="store_true", help="take the folders that an earlier run made")
     parser.add_argument("--windows", type=int, help="most windows of a kind of text (all)")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of calibration, peers and scoring")
     args = parser.parse_args()
     if args.peers and DENSE in args.model and not peers.versions("llmcompressor"):
         raise SystemExit("error: there is no environment of llmcompressor\nnext: make peers, or give --without-peers")

@@ -56,7 +56,7 @@ def oneshot(args: argparse.Namespace) -> dict[str, Any]:
     from llmcompressor import oneshot as run
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(args.source, dtype=getattr(torch, args.dtype))
+    model = AutoModelForCausalLM.from_pretrained(args.source, dtype=getattr(torch, args.dtype)).to(args.device)
     tokenizer = AutoTokenizer.from_pretrained(args.source)
     options: dict[str, Any] = {}
     tokens = 0
@@ -69,6 +69,8 @@ def oneshot(args: argparse.Namespace) -> dict[str, Any]:
         options |= {"shuffle_calibration_samples": False}
     start = time.perf_counter()
     run(model=model, tokenizer=tokenizer, recipe=modifiers(args.method), **options)
+    if args.device == "cuda":
+        torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     model.save_pretrained(args.out, save_compressed=True)
     tokenizer.save_pretrained(args.out)
@@ -88,6 +90,7 @@ def main() -> None:
     commands.choices["oneshot"].add_argument("--samples", help="JSONL of token ids; without it nothing is calibrated")
     # bfloat16 would be the model's own, but is several times slower on CPUs without instructions for it
     commands.choices["oneshot"].add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    commands.choices["oneshot"].add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args()
 
     import torch

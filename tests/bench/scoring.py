@@ -26,12 +26,12 @@ _POSITIONS = 64
 """Rows of logits whose distributions are taken at once: 64 x 50,000 float32 values are 13 MB."""
 
 
-def load_runtime(folder: Path) -> nn.Module:
+def load_runtime(folder: Path, device: str = "cpu") -> nn.Module:
     """Any folder that quantkit-runtime loads; its INT8 products are exact."""
-    return load_model(folder, resolve("cpu"), torch.float32, verify=False).model.eval()
+    return load_model(folder, resolve(device), torch.float32, verify=False).model.eval()
 
 
-def load_compressed_tensors(folder: Path) -> nn.Module:
+def load_compressed_tensors(folder: Path, device: str = "cpu") -> nn.Module:
     """A compressed-tensors folder in transformers: dequantized weights, activations rounded on the fly per token."""
     from transformers import AutoModelForCausalLM
 
@@ -39,7 +39,7 @@ def load_compressed_tensors(folder: Path) -> nn.Module:
     with torch.no_grad():
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)  # unpacks the weights
     _require_active(model, folder)
-    return model
+    return model.to(device)
 
 
 def _require_active(model: nn.Module, folder: Path) -> None:
@@ -55,16 +55,16 @@ def _require_active(model: nn.Module, folder: Path) -> None:
         raise SystemExit(f"error: {folder.name}: activations are not quantized by this version of compressed-tensors")
 
 
-LOADERS: Mapping[str, Callable[[Path], nn.Module]] = {
+LOADERS: Mapping[str, Callable[[Path, str], nn.Module]] = {
     "compressed-tensors": load_compressed_tensors,
     "quantkit-runtime": load_runtime,
 }
 
 
-def load_source(folder: Path) -> nn.Module:
+def load_source(folder: Path, device: str = "cpu") -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
 
 
 # -------------------------------------------------------------------------------------------------- routing
@@ -113,7 +113,8 @@ class Windows:
 def score(
     source: nn.Module, candidates: Mapping[str, nn.Module], windows: Tensor
 ) -> tuple[Windows, dict[str, Windows]]:
-    """Run windows int64 `[W, L]` through all models."""
+    """Run windows int64 `[W, L]` through all models, on whatever device these are."""
+    windows = windows.to(next(source.parameters()).device)
     base, rows = Windows(), {name: Windows() for name in candidates}
     routing = {name: Routing(model) for name, model in {"": source, **candidates}.items()}
     with torch.no_grad():
