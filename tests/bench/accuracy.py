@@ -169,7 +169,7 @@ def measure(source: Path, made: list[Made], limit: int | None, device: str) -> d
     found: dict[str, Any] = {"source": {}, "candidates": {name: {} for name in named}, "raw": {}}
     for kind in KINDS:
         tokens = windows(tokenizer, texts(kind))[:limit]
-        base, rows = scoring.score(reference, named, tokens)
+        base, rows = scoring.score(reference, named, tokens.to(device))
         found["source"][kind] = {
             "perplexity": scoring.compare(base, base_row(base))["perplexity"],
             "windows": len(tokens),
@@ -228,7 +228,11 @@ def run_model(model: str, args: Any) -> None:
     if args.small and model == DENSE:
         source = truncated(source, args.work / "accuracy" / f"{model}-4-layers", 4)
     limit = args.windows or (2 if args.small else None)
-    report = common.Report(f"accuracy-{model}", args.small, {"window": 512, "windows_limit": limit, "dtype": "float32", "device": args.device})
+    report = common.Report(
+        f"accuracy-{model}",
+        args.small,
+        {"window": 512, "windows_limit": limit, "dtype": "float32", "device": args.device},
+    )
     report.data["peer_versions"] = peers.versions("llmcompressor") if model == DENSE and args.peers else {}
     made = [only(row, args.loader) for row in make(model, source, work, args)]
     found = measure(source, made, limit, args.device)

@@ -113,8 +113,7 @@ class Windows:
 def score(
     source: nn.Module, candidates: Mapping[str, nn.Module], windows: Tensor
 ) -> tuple[Windows, dict[str, Windows]]:
-    """Run windows int64 `[W, L]` through all models, on whatever device these are."""
-    windows = windows.to(next(source.parameters()).device)
+    """Run windows int64 `[W, L]`, on the models' device, through all models."""
     base, rows = Windows(), {name: Windows() for name in candidates}
     routing = {name: Routing(model) for name, model in {"": source, **candidates}.items()}
     with torch.no_grad():
