@@ -50,10 +50,11 @@ class ActivationStore:
         batches: number of batches.
         spool: whether to spool; decided once from the total size.
         device: where the tensors are wanted.
+        name: of the spooled files.
     """
 
-    def __init__(self, folder: Path, batches: int, *, spool: bool, device: torch.device) -> None:
-        self._folder, self._spool, self._device = folder, spool, device
+    def __init__(self, folder: Path, batches: int, *, spool: bool, device: torch.device, name: str = "hidden") -> None:
+        self._folder, self._spool, self._device, self._name = folder, spool, device, name
         self._header_bytes = 64 + _HEADER_BYTES_PER_BATCH * batches
         self._current: dict[int, LayerInput] = {}
         self._next: dict[int, LayerInput] = {}
@@ -62,7 +63,7 @@ class ActivationStore:
         self._rows: list[tuple[str, str, tuple[int, ...]]] = []
 
     def path(self, boundary: int) -> Path:
-        return self._folder / f"hidden-{boundary:05d}.safetensors"
+        return self._folder / f"{self._name}-{boundary:05d}.safetensors"
 
     def last_boundary(self, finished: int) -> int:
         """The highest boundary <= `finished` from which a run can continue; 0, the embeddings, is always there."""
@@ -76,10 +77,10 @@ class ActivationStore:
         if self._spool:
             self._source = (self.path(boundary).open("rb"), read_header(self.path(boundary)))
 
-    def get(self, batch: int) -> LayerInput:
-        """What a batch brings, once: what is in memory is let go. Several threads may ask for different batches."""
+    def get(self, batch: int, *, keep: bool = False) -> LayerInput:
+        """What a batch brings; memory is let go unless `keep`. Several threads may ask for different batches."""
         if self._source is None:
-            return self._current.pop(batch)
+            return self._current[batch] if keep else self._current.pop(batch)
         names = [name for name in self._source[1].tensors if name.startswith(f"{batch}/")]
         return LayerInput(self._read(str(batch)), {name.partition("/")[2]: self._read(name) for name in names})
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from quantkit import __version__
 from quantkit.calibrate.data import Samples
-from quantkit.calibrate.state import INPUT_PREFIX, SCALE_PREFIX, GemmRecord, LayerRecord, layer_path, load_layer
+from quantkit.calibrate.passes import record_path
+from quantkit.calibrate.state import INPUT_PREFIX, LAYER_NAME, SCALE_PREFIX, GemmRecord, LayerRecord, load_layer
 from quantkit.calibrate.statistics import InputStats, clipping_shares
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import order_for_alignment, write_atomic, write_tensors
@@ -37,7 +38,7 @@ HIGH_ERROR = 0.05
 
 def write_artifact(out: Path, work: Path, source: Source, recipe: Recipe, samples: Samples) -> CalibrationSummary:
     """Write the four files of the artifact from the records in `work`."""
-    paths = [layer_path(work, layer) for layer in range(source.dims.layers)]
+    paths = [record_path(work, LAYER_NAME, layer) for layer in range(source.dims.layers)]
     headers = [read_header(path) for path in paths]
     _join(out / SCALES_NAME, headers, SCALE_PREFIX, ".weight_scale")
     _join(out / ACTIVATIONS_NAME, headers, INPUT_PREFIX, "")

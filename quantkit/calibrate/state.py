@@ -16,6 +16,9 @@ from quantkit.spec.tensorfile import build_header, dtype_name, read_header, read
 
 INPUT_PREFIX, SCALE_PREFIX = "input/", "scale/"
 
+LAYER_NAME = "layer"
+"""Of the records of the statistics."""
+
 
 @dataclass(frozen=True)
 class GemmRecord:
@@ -52,15 +55,6 @@ class LayerRecord:
 def gemm_name(key: Key) -> str:
     """`Key.shard_name` without its part."""
     return key.shard_name.removesuffix(f".{key.part}")
-
-
-def layer_path(work: Path, layer: int) -> Path:
-    return work / f"layer-{layer:05d}.safetensors"
-
-
-def finished_layers(work: Path, layers: int) -> int:
-    """Number of layers, from the first on, whose records are there."""
-    return next((layer for layer in range(layers) if not layer_path(work, layer).is_file()), layers)
 
 
 def save_layer(path: Path, record: LayerRecord) -> None:

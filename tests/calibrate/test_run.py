@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from quantkit.archs import Key
-from quantkit.calibrate import experts, run
+from quantkit.calibrate import experts, final, passes
 from quantkit.calibrate.run import calibrate, make_plan, run_plan
 from quantkit.calibrate.stream import LayerStream
 from quantkit.checkpoint.reader import Source
@@ -187,7 +187,7 @@ def test_state_that_layers_hand_on_is_kept_in_memory_and_on_disk(
     recipe = small_recipe(samples=9, seq_len=40)
     summary = calibrate(root, tmp_path / "out", recipe, memory_budget=budget)
     assert summary.coverage == 1.0
-    monkeypatch.setattr(run, "save_layer", stop_after(run.save_layer, 2))
+    monkeypatch.setattr(final, "save_layer", stop_after(final.save_layer, 2))
     with pytest.raises(KeyboardInterrupt):
         calibrate(root, tmp_path / "stopped", recipe, memory_budget=budget)
     calibrate(root, tmp_path / "stopped", recipe, memory_budget=(1 << 30) - budget)
@@ -244,7 +244,7 @@ def test_finished_layers_are_not_done_again(
     artifact: Path, minimax: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved: list[str] = []
-    monkeypatch.setattr(run, "save_layer", stop_after(run.save_layer, 2, saved))
+    monkeypatch.setattr(final, "save_layer", stop_after(final.save_layer, 2, saved))
     with pytest.raises(KeyboardInterrupt):
         calibrate(minimax, tmp_path / "out", small_recipe())
     calibrate(minimax, tmp_path / "out", small_recipe())
@@ -293,7 +293,9 @@ def test_skipped_expert_is_an_error(minimax: Path, tmp_path: Path, monkeypatch: 
 def test_experts_that_nobody_observes_are_an_error(
     minimax: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "LayerStream", lambda *args, **options: LayerStream(*args, **{**options, "experts": ""}))
+    monkeypatch.setattr(
+        passes, "LayerStream", lambda *args, **options: LayerStream(*args, **{**options, "experts": ""})
+    )
     with pytest.raises(InputError, match="GEMMs of layer 0 were not observed") as caught:
         calibrate(minimax, tmp_path / "out", small_recipe())
     assert any(name.startswith("layers.0.expert.down") for name in caught.value.items)

@@ -1,0 +1,65 @@
+"""The last pass: statistics of what enters every GEMM, and scales of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from quantkit.calibrate.activations import LayerInput
+from quantkit.calibrate.measure import BatchMeasurement
+from quantkit.calibrate.observe import LayerObserver, missing_gemms
+from quantkit.calibrate.passes import LayerRun, Pass
+from quantkit.calibrate.state import LAYER_NAME, GemmRecord, LayerRecord, gemm_name, save_layer
+from quantkit.calibrate.weights import WeightRecorder
+from quantkit.errors import InputError
+
+
+class StatisticsPass(Pass):
+    """Observes the float model on all of the text."""
+
+    name, title = LAYER_NAME, "calibrate"
+
+    def visit(self, run: LayerRun) -> Callable[[Path], None]:
+        plan = self.plan
+        weights = WeightRecorder(self.source, plan.gemms)
+        kinds = len(plan.samples.kinds)
+        observer = LayerObserver(
+            self.source.arch, self.source.dims, run.index, run.prefix, kinds=kinds, device=plan.device
+        )
+
+        def work(index: int, inputs: list[LayerInput]) -> tuple[list[LayerInput], BatchMeasurement]:
+            with observer.measuring(run.batches[index]) as measured:
+                return [run.stream.run_layer(run.index, inputs[0])], measured
+
+        with run.stream.materialized(run.index, weights.get) as module, observer.attached(module):
+            for _, measured in run.hand_on(work):
+                observer.merge(measured)
+        return lambda path: save_layer(path, self._record(run.index, observer, weights))
+
+    def _record(self, layer: int, observer: LayerObserver, weights: WeightRecorder) -> LayerRecord:
+        plan = self.plan
+        expected = [key for key in plan.gemms if key.layer == layer]
+        missing = missing_gemms(expected, observer, self.source.dims.experts_per_token)
+        if missing:
+            raise InputError(
+                f"{len(missing)} of {len(expected)} GEMMs of layer {layer} were not observed: transformers' module "
+                "does not run them as nn.Linear or through its experts interface",
+                "scales without statistics would be silent; add the family to quantkit/archs, or report this model",
+                items=[gemm_name(key) for key in missing],
+            )
+        gemms = tuple(
+            GemmRecord(
+                gemm_name(key),
+                key.role,
+                key.expert,
+                weights.shapes[key],
+                plan.gemms[key].quantized,
+                observer.rows[key],
+                observer.input_of[key],
+            )
+            for key in expected
+        )
+        scales: dict[str, Tensor] = {gemm_name(key): weights.scales[key] for key in expected if key in weights.scales}
+        return LayerRecord(gemms, dict(sorted(observer.inputs.items())), scales)

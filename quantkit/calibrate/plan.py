@@ -1,0 +1,182 @@
+"""What a calibration will do, known and checked before anything runs: source, text, GEMMs, device, sizes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit import __version__
+from quantkit.archs import Key
+from quantkit.archs.modeling import load_config
+from quantkit.calibrate.activations import MEMORY_BUDGET
+from quantkit.calibrate.data import Batch, Samples, draw_samples, load_tokenizer
+from quantkit.calibrate.methods import view_of
+from quantkit.calibrate.weights import GemmWeight, expected_gemms, require_sound
+from quantkit.checkpoint.reader import Source
+from quantkit.errors import UsageError
+from quantkit.recipe import Recipe
+from quantkit.spec.tensorfile import torch_dtype
+from quantkit.threads import available_cores
+
+DEVICES = ("auto", "cpu", "cuda")
+
+BATCH_BYTES = 128 * 2**20
+"""Bytes for the activations of a batch inside a layer, or 1/32 of the layer if that is more."""
+
+MAX_JOBS = 32
+"""Batches at a time by default: their activations take no more than the layer, or 4 GiB."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is known before the first layer runs.
+
+    Attributes:
+        source: checkpoint.
+        recipe: as resolved.
+        samples: frozen list.
+        gemms: GEMMs that must be observed.
+        device: where layers run.
+        dtype: of weights and activations there.
+        memory_budget: bytes of hidden states kept in memory.
+    """
+
+    source: Source
+    recipe: Recipe
+    samples: Samples
+    gemms: Mapping[Key, GemmWeight]
+    device: torch.device
+    dtype: torch.dtype
+    memory_budget: int
+
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """Batches of at most the recipe's `batch_tokens`, of fewer where their activations would be too large."""
+        return self.batches_of(self.samples)
+
+    def batches_of(self, samples: Samples) -> list[Batch]:
+        """Batches of other samples than the plan's, of the same sizes."""
+        budget = max(BATCH_BYTES, _layer_bytes(self.source, self.dtype)[0] // 32)
+        return samples.batches(min(self.recipe.calibration.batch_tokens, budget // self._token_bytes))
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Size of what is handed from one layer to the next."""
+        return self._hidden_bytes(self.samples.tokens)
+
+    def _hidden_bytes(self, tokens: int) -> int:
+        """Carried states count as much as hidden states; GLM-5's 2,048 indices of 8 bytes are two thirds of that."""
+        states = 1 + len(self.source.arch.carried_state)
+        return tokens * self.source.dims.hidden * self.dtype.itemsize * states
+
+    @property
+    def _token_bytes(self) -> int:
+        """Estimate of one token's activations inside a layer, attention scores left out."""
+        dims = self.source.dims
+        routed = dims.experts_per_token * (2 * dims.hidden + 3 * dims.moe_intermediate)
+        width = 8 * dims.hidden + max(4 * dims.intermediate, routed + 3 * dims.shared_intermediate)
+        return width * self.dtype.itemsize
+
+    @property
+    def batch_bytes(self) -> int:
+        """Estimate of the activations of the largest batch inside a layer."""
+        return max(batch.ids.numel() for batch in self.batches) * self._token_bytes
+
+    @property
+    def default_jobs(self) -> int:
+        """Batches at a time: one for each core; one on an accelerator."""
+        return min(available_cores(), len(self.batches), MAX_JOBS) if self.device.type == "cpu" else 1
+
+    @property
+    def spools(self) -> bool:
+        return self.spools_with(self.samples.tokens)
+
+    def spools_with(self, tokens: int, streams: int = 1) -> bool:
+        """Whether the hidden states of so many tokens and streams go to disk."""
+        return streams * self._hidden_bytes(tokens) > self.memory_budget
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """What decides the artifact's bytes; work done with other options is refused."""
+        return {
+            "command": "calibrate",
+            "tool_version": __version__,
+            "recipe": self.recipe.model_dump(mode="json"),
+            "source_digest": self.source.digest(),
+            "config_sha256": hashlib.sha256((self.source.root / "config.json").read_bytes()).hexdigest(),
+            "samples_sha256": self.samples.digest,
+            "compute": f"{self.dtype} on {self.device.type}".removeprefix("torch."),
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Sizes for a dry run, bytes as integers."""
+        layer, outside = _layer_bytes(self.source, self.dtype)
+        jobs = self.default_jobs
+        return {
+            "architecture": self.source.arch.name,
+            "layers": self.source.dims.layers,
+            "gemms": len(self.gemms),
+            "samples": len(self.samples.samples),
+            "kinds": list(self.samples.kinds),
+            "tokens": self.samples.tokens,
+            "batches": len(self.batches),
+            "compute": self.options["compute"],
+            "read_bytes": sum(entry.nbytes for entry in self.source.entries.values()),
+            "jobs": jobs,
+            "memory_bytes": max(outside, layer + jobs * self.batch_bytes) + (0 if self.spools else self.hidden_bytes),
+            "spool_bytes": 2 * self.hidden_bytes if self.spools else 0,
+            "warnings": list(self.samples.warnings),
+        }
+
+
+def _layer_bytes(source: Source, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of the largest decoder layer and of the embedding table, in the compute dtype."""
+    sizes: dict[int | None, int] = {}
+    for key, entry in source.entries.items():
+        inside = key.role == "embed" if key.layer is None else key.layer < source.dims.layers
+        if inside and source.arch.role(key.role).kind != "opaque":
+            width = max(dtype.itemsize, torch_dtype(entry.dtype).itemsize)
+            sizes[key.layer] = sizes.get(key.layer, 0) + width * _numel(entry.shape)
+    return max((size for layer, size in sizes.items() if layer is not None), default=0), sizes.get(None, 0)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def make_plan(root: Path, recipe: Recipe, *, device: str = "auto", memory_budget: int = MEMORY_BUDGET) -> Plan:
+    """Check source, recipe, tokenizer, texts and device; nothing is written.
+
+    Raises:
+        InputError: the source or a text cannot be used.
+        UsageError: the recipe or the device cannot.
+    """
+    stored = Source(root, extra_roles=recipe.roles)
+    stored.require_classified()
+    require_sound(stored)
+    source = view_of(stored, recipe.methods, without_drafts=recipe.mtp == "drop")
+    load_config(root)
+    gemms = expected_gemms(source, recipe)
+    place, dtype = _device(device)
+    longest = source.dims.max_positions
+    if 0 < longest < recipe.calibration.seq_len:
+        raise UsageError(f"--seq-len {recipe.calibration.seq_len}: this model has {longest} positions", "choose less")
+    samples = draw_samples(load_tokenizer(root), recipe.calibration)
+    return Plan(source, recipe, samples, gemms, place, dtype, memory_budget)
+
+
+def _device(name: str) -> tuple[torch.device, torch.dtype]:
+    """Device and compute dtype: float32 on the CPU (bfloat16 is emulated on many), bfloat16 on an accelerator."""
+    if name not in DEVICES:
+        raise UsageError(f"unknown device {name!r}", choices=DEVICES)
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("no CUDA or HIP device is visible", "check the driver, or pass --device cpu")
+    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+        return torch.device("cuda"), torch.bfloat16
+    return torch.device("cpu"), torch.float32
