@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quantkit.recipe import Recipe, load_recipe
+from tests.browser import Browser, running_browser
 from tests.families import FAMILIES, make_tiny
 
 MODELS = Path(__file__).parent / "models"
@@ -49,3 +50,10 @@ def w8a8() -> Recipe:
 @pytest.fixture(scope="session")
 def bf16() -> Recipe:
     return load_recipe("bf16")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """A headless Chromium for the reports."""
+    with running_browser() as running:
+        yield running

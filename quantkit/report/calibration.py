@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from importlib import resources
 from typing import Any
 
 import numpy as np
+import yaml
 
+from quantkit.report import page
 from quantkit.report.plots import heat_map, line_plot
 from quantkit.spec.calibration import CalibrationSummary, ClippingRow, GemmSummary
 
@@ -18,15 +19,7 @@ MAX_ROWS = 25
 
 def render(summary: CalibrationSummary) -> str:
     """The page as one self-contained HTML document."""
-    import jinja2
-
-    folder = resources.files("quantkit.report") / "templates"
-    loader = jinja2.FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8"))
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["percent"] = lambda value: f"{value:.2%}"
-    environment.filters["short"] = lambda value: f"{value:.3g}"
-    environment.filters["count"] = lambda value: f"{value:,}"
-    return environment.get_template("calibration.html.j2").render(summary=summary, **_context(summary)) + "\n"
+    return page.render("calibration", {"summary": summary, **_context(summary)})
 
 
 def _context(summary: CalibrationSummary) -> dict[str, Any]:
@@ -37,8 +30,8 @@ def _context(summary: CalibrationSummary) -> dict[str, Any]:
     return {
         "layers": len({row.layer for row in gemms}),
         "quantized": sum(row.quantized for row in gemms),
-        "token_errors": line_plot(_by_role(gemms, "token_error"), "layer", "relative error, one scale per token"),
-        "group_errors": line_plot(_by_role(gemms, "group_error"), "layer", "relative error, one scale per group"),
+        "token_errors": line_plot(_by_role(gemms, "token_error"), "layer", "relative error"),
+        "group_errors": line_plot(_by_role(gemms, "group_error"), "layer", "relative error"),
         "worst": sorted((row for row in gemms if row.quantized), key=lambda row: (-row.token_error, row.name))[
             :MAX_ROWS
         ],
@@ -49,6 +42,7 @@ def _context(summary: CalibrationSummary) -> dict[str, Any]:
         "fallbacks": [row for row in gemms if row.fallback],
         "clipping": _clipping_maps(summary.clipping),
         "sources": _source_table(summary),
+        "recipe": yaml.safe_dump(summary.recipe, sort_keys=False, allow_unicode=True),
     }
 
 

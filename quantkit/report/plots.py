@@ -24,7 +24,7 @@ _STYLE: Any = {
 
 def line_plot(series: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str) -> str:
     """One line per name through its (x, y) points; logarithmic y when the values span more than a decade."""
-    figure, axes = _figure(7.5, 3.4)
+    figure, axes = _figure(4.8, 3.1 + 0.17 * ((len(series) + 1) // 2))
     for index, (name, points) in enumerate(series.items()):
         x, y = zip(*points, strict=True)
         axes.plot(x, y, marker="osv^D"[index % 5], markersize=3.5, linewidth=1.2, label=name, color=f"C{index % 10}")
@@ -34,7 +34,7 @@ def line_plot(series: Mapping[str, Sequence[tuple[float, float]]], x_label: str,
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=2)
     return _svg(figure)
 
 
@@ -50,11 +50,13 @@ def heat_map(
     numbers: bool = True,
 ) -> str:
     """A matrix as coloured cells; small ones carry their numbers. NaN cells stay grey."""
+    from matplotlib.colors import ListedColormap
+
     rows, columns = values.shape
     labelled = bool(y_names)
     figure, axes = _figure(min(9.0, 2.2 + 0.34 * columns + labelled), min(9.0, 1.3 + 0.32 * rows + labelled * 0.7))
     axes.grid(False)
-    axes.set_facecolor("#dddddd")
+    axes.imshow(np.isnan(values), aspect="auto", cmap=ListedColormap(["#dddddd"]))
     image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0.0, interpolation="nearest")
     bar = figure.colorbar(image, ax=axes, label=colour_label)
     if percent:
@@ -92,11 +94,13 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def _svg(figure: Any) -> str:
-    """The `<svg>` element, without the XML prologue and without date and version."""
+    """The `<svg>` element, without the XML prologue and without date and version; on a phone it scrolls before its
+    labels become too small to read."""
     from matplotlib import rc_context
 
     target = io.StringIO()
     with rc_context(_STYLE):
         figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     text = target.getvalue()
-    return text[text.index("<svg") :]
+    shrinks_to = 0.75 * figure.get_figwidth()
+    return text[text.index("<svg") :].replace("<svg ", f'<svg style="min-width: {shrinks_to:.2f}in" ', 1)

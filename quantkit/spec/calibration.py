@@ -81,6 +81,26 @@ class ClippingRow(_Strict):
     share: float
 
 
+class EvaluationRow(_Strict):
+    """The quantized model beside the source on the same text: one kind of text, one range of positions.
+
+    Attributes:
+        kind: of text.
+        first, last: positions in the sample, both included, from 0.
+        tokens: predicted there.
+        perplexity_source, perplexity: of the source and of the quantized model.
+        kl: mean KL(source || quantized) per token, nats.
+    """
+
+    kind: str
+    first: int
+    last: int
+    tokens: int
+    perplexity_source: float
+    perplexity: float
+    kl: float
+
+
 class CalibrationSummary(_Strict):
     """All of `calibration.json`.
 
@@ -99,6 +119,7 @@ class CalibrationSummary(_Strict):
             router sent it none; coverage = observed / expected. Less than 1 is an error of `calibrate`.
         gemms: one row each, sorted by layer, role, expert.
         clipping: between kinds of text.
+        evaluation: of the quantized model, when it was measured.
         expert_tokens: layer -> tokens of each expert.
         files: sha256 of the artifact's tensor files by name.
         warnings: whatever a person should look at, each a sentence.
@@ -116,6 +137,7 @@ class CalibrationSummary(_Strict):
     observed_gemms: int
     gemms: tuple[GemmSummary, ...]
     clipping: tuple[ClippingRow, ...] = ()
+    evaluation: tuple[EvaluationRow, ...] = ()
     expert_tokens: dict[int, tuple[int, ...]]
     files: dict[str, str]
     warnings: tuple[str, ...] = ()
