@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-RUNTIME_MAY_IMPORT = ("arithmetic", "archs", "console", "errors", "spec")
+RUNTIME_MAY_IMPORT = ("arithmetic", "archs", "compare", "console", "errors", "spec")
+"""`compare`: functions of models and arrays that a baseline and a comparison share; its imports have a test too."""
+COMPARE_MAY_IMPORT = ("arithmetic", "archs", "checkpoint.writer", "compare", "errors", "report", "rotation", "spec")
 LOW_LEVEL = ("quantkit.calibrate", "quantkit.convert", "quantkit.commands", "quantkit.cli", "quantkit.checkpoint")
 
 
@@ -54,6 +56,17 @@ def test_the_runtime_imports_only_the_shared_core() -> None:
         for path in [*files("runtime/quantkit_runtime"), ROOT / "runtime" / "smoke_load.py"]
         for name in imports(path)
         if name.startswith("quantkit.") and not name.startswith(allowed) and name != "quantkit.__version__"
+    ]
+    assert not wrong
+
+
+def test_what_the_runtime_shares_with_a_baseline_knows_no_calibration_or_conversion() -> None:
+    allowed = tuple(f"quantkit.{name}" for name in COMPARE_MAY_IMPORT)
+    wrong = [
+        (path.name, name)
+        for path in files("quantkit/compare")
+        for name in imports(path)
+        if name.startswith("quantkit") and not name.startswith(allowed) and name != "quantkit.__version__"
     ]
     assert not wrong
 

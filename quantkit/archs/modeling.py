@@ -83,6 +83,22 @@ def build_skeleton(config: Any, *, dtype: torch.dtype, experts: str = "", attent
     return model.eval()
 
 
+def decoder_layers(arch: Architecture, model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Name and list of a model's decoder layers, from the first parameter that parses to a layer.
+
+    Raises:
+        InputError: it has none.
+    """
+    for name, _ in [*model.named_parameters(), *model.named_buffers()]:
+        key = arch.parse(name)
+        if key is not None and key.layer is not None:
+            prefix = name.split(f".{key.layer}.", 1)[0]
+            layers = model.get_submodule(prefix)
+            if isinstance(layers, nn.ModuleList):
+                return prefix, layers
+    raise InputError(f"{type(model).__name__} has no list of decoder layers", "give a decoder language model")
+
+
 def parameter_key(arch: Architecture, name: str) -> Key:
     """Key of a parameter of transformers' model.
 

@@ -120,3 +120,20 @@ def _is_moe(text: Mapping[str, Any], index: int) -> bool:
     interval = frequency or whole_number(text, "moe_layer_interval") or 1
     step = whole_number(text, "decoder_sparse_step") or 1
     return (index + 1) % step == 0 and (index % interval == 0 if frequency else (index + 1) % interval == 0)
+
+
+def attention_limits(arch: Architecture, dims: Dims, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Token counts at which attention begins to leave keys out: windows, and what an indexer selects. Ascending."""
+    text = text_config(config)
+    found = {layer.window for layer in layers_of(arch, dims, config) if layer.window}
+    if dims.index_head_dim:
+        found.add(whole_number(text, "index_topk"))
+        sparse = text.get("sparse_attention_config")
+        nested = sparse if isinstance(sparse, Mapping) else {}
+        for keys, section in ((("index_block_size", "index_topk_blocks"), text), (_SPARSE_BLOCKS, nested)):
+            found.add(whole_number(section, keys[0]) * whole_number(section, keys[1]))
+    return tuple(sorted(limit for limit in found if limit))
+
+
+_SPARSE_BLOCKS = ("sparse_block_size", "sparse_topk_blocks")
+"""In `sparse_attention_config`, as MiniMax-M3 is published."""

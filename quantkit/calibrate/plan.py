@@ -62,7 +62,7 @@ class Plan:
 
     def batches_of(self, samples: Samples) -> list[Batch]:
         """Batches of other samples than the plan's, of the same sizes."""
-        budget = max(BATCH_BYTES, _layer_bytes(self.source, self.dtype)[0] // 32)
+        budget = max(BATCH_BYTES, layer_bytes(self.source, self.dtype)[0] // 32)
         return samples.batches(min(self.recipe.calibration.batch_tokens, budget // self._token_bytes))
 
     @property
@@ -116,7 +116,7 @@ class Plan:
 
     def describe(self) -> dict[str, Any]:
         """Sizes for a dry run, bytes as integers."""
-        layer, outside = _layer_bytes(self.source, self.dtype)
+        layer, outside = layer_bytes(self.source, self.dtype)
         jobs = self.default_jobs
         return {
             "architecture": self.source.arch.name,
@@ -135,7 +135,7 @@ class Plan:
         }
 
 
-def _layer_bytes(source: Source, dtype: torch.dtype) -> tuple[int, int]:
+def layer_bytes(source: Source, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of the largest decoder layer and of the embedding table, in the compute dtype."""
     sizes: dict[int | None, int] = {}
     for key, entry in source.entries.items():
@@ -163,7 +163,7 @@ def make_plan(root: Path, recipe: Recipe, *, device: str = "auto", memory_budget
     source = view_of(stored, recipe.methods, without_drafts=recipe.mtp == "drop")
     load_config(root)
     gemms = expected_gemms(source, recipe)
-    place, dtype = _device(device)
+    place, dtype = choose_device(device)
     longest = source.dims.max_positions
     if 0 < longest < recipe.calibration.seq_len:
         raise UsageError(f"--seq-len {recipe.calibration.seq_len}: this model has {longest} positions", "choose less")
@@ -171,7 +171,7 @@ def make_plan(root: Path, recipe: Recipe, *, device: str = "auto", memory_budget
     return Plan(source, recipe, samples, gemms, place, dtype, memory_budget)
 
 
-def _device(name: str) -> tuple[torch.device, torch.dtype]:
+def choose_device(name: str) -> tuple[torch.device, torch.dtype]:
     """Device and compute dtype: float32 on the CPU (bfloat16 is emulated on many), bfloat16 on an accelerator."""
     if name not in DEVICES:
         raise UsageError(f"unknown device {name!r}", choices=DEVICES)

@@ -25,7 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.archs import Key
-from quantkit.archs.modeling import build_skeleton, load_config, parameter_key, parameter_value, set_tensor
+from quantkit.archs.modeling import (
+    build_skeleton,
+    decoder_layers,
+    load_config,
+    parameter_key,
+    parameter_value,
+    set_tensor,
+)
 from quantkit.calibrate.activations import LayerInput
 from quantkit.calibrate.weights import not_finite
 from quantkit.checkpoint.reader import Source
@@ -127,14 +134,11 @@ class LayerStream:
         self.source, self.dtype, self.device = source, dtype, device
         config = load_config(source.root)
         self.model = build_skeleton(config, dtype=dtype, experts=experts, attention=attention)
-        self.prefix = _layers_prefix(source, self.model)
-        layers = self.model.get_submodule(self.prefix)
-        assert isinstance(layers, nn.ModuleList)
-        self.layers = layers
+        self.prefix, self.layers = decoder_layers(source.arch, self.model)
         self._tables = _table_names(self.model)
         self._place_outside()
         self._calls, self._outside = _Calls(), threading.Lock()
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(self.layers):
             _Seat(index, layer, source.arch.carried_state, self._calls, self._outside)
 
     def __len__(self) -> int:
@@ -271,11 +275,19 @@ class LayerStream:
         assert result is not None
         return result
 
+    @contextmanager
+    def head(self) -> Iterator[None]:
+        """Give the output head its weights inside the block, so that several calls of `logits` read them once."""
+        with self._placed(self._tables["output"], None):
+            yield
+
     def logits(self, value: LayerInput) -> Tensor:
         """Logits `[batch, tokens, vocabulary]` from the last layer's output."""
+        if self.model.get_parameter(self._tables["output"]).is_meta:
+            with self.head():
+                return self.logits(value)
         call = _Call(len(self) - 1, value)
-        with self._placed(self._tables["output"], None):
-            logits: Tensor = self._pass(call, self.model, inputs_embeds=self._stand_in(value)).logits
+        logits: Tensor = self._pass(call, self.model, inputs_embeds=self._stand_in(value)).logits
         return logits
 
     def _stand_in(self, value: LayerInput) -> Tensor:
@@ -306,19 +318,6 @@ def _table_names(model: nn.Module) -> dict[str, str]:
     }
     names = {id(module): name for name, module in model.named_modules()}
     return {end: f"{names[id(module)]}.weight" for end, module in modules.items() if module is not None}
-
-
-def _layers_prefix(source: Source, model: nn.Module) -> str:
-    """Name of the ModuleList of decoder layers, from the first parameter that parses to a layer."""
-    for name, _ in model.named_parameters():
-        key = source.arch.parse(name)
-        if key is not None and key.layer is not None:
-            prefix = name.split(f".{key.layer}.", 1)[0]
-            if isinstance(model.get_submodule(prefix), nn.ModuleList):
-                return prefix
-    raise InputError(
-        f"transformers' model of {source.root} has no list of decoder layers", "give a decoder language model"
-    )
 
 
 def _stored_buffers(module: nn.Module) -> list[str]:

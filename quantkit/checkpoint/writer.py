@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
-from quantkit.spec.tensorfile import build_header, tensor_nbytes
+from quantkit.spec.tensorfile import build_header, dtype_name, tensor_nbytes
 
 TEMPORARY_SUFFIX = ".quantkit-tmp"
 
@@ -117,6 +117,13 @@ def write_tensors(
 
     file = write_atomic(path, stream())
     return file, written
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
+    """Write tensors that are in memory as a safetensors file, in an order that aligns them."""
+    rows = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in sorted(tensors.items())]
+    ordered = [rows[index] for index in order_for_alignment(rows)]
+    return write_tensors(path, ordered, lambda name: [tensors[name].contiguous()])[0]
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

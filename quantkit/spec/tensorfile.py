@@ -331,3 +331,17 @@ def read_tensor(fd: int, info: TensorInfo, rows: tuple[int, int] | None = None, 
     if nbytes:
         pread_exact(fd, raw.numpy().data, start, f"{path}: tensor {info.name}")
     return raw.view(torch_dtype(info.dtype)).reshape(shape)
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a safetensors file, by name.
+
+    Raises:
+        InputError: as `read_header` and `read_tensor`.
+    """
+    header = read_header(path)
+    fd = open_regular(path)
+    try:
+        return {name: read_tensor(fd, info, path=path) for name, info in header.tensors.items()}
+    finally:
+        os.close(fd)

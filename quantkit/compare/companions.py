@@ -1,0 +1,93 @@
+"""What stands beside the weights and decides what a model is asked and when it stops: config, tokenizer, template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import InputError, first_line
+from quantkit.spec.baseline import CHAT, Baseline, TokenizerRecord
+from quantkit.spec.calibration import file_sha256
+from quantkit.spec.index import read_json
+
+NOT_COMPARED = frozenset(
+    {"quantization_config", "compression_config", "transformers_version", "_name_or_path", "auto_map"}
+    | {"dtype", "torch_dtype", "use_cache", "output_router_logits"}
+)
+"""Keys of a config that a conversion changes, or that say nothing about the computation."""
+
+
+def comparable_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A parsed config.json without `NOT_COMPARED`, nested objects alike."""
+    return {
+        key: comparable_config(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in NOT_COMPARED
+    }
+
+
+def config_differences(source: Mapping[str, Any], candidate: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """One line for each key whose value differs, nested keys joined by dots."""
+    for key in sorted(source.keys() | candidate.keys()):
+        old, new = source.get(key), candidate.get(key)
+        where = f"{path}.{key}" if path else key
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from config_differences(old, new, where)
+        elif old != new:
+            yield f"{where}: {old!r} in the source, {new!r} in the candidate"
+
+
+def stop_tokens(root: Path) -> tuple[int, ...]:
+    """End-of-text ids of generation_config.json and config.json; either may hold one id or several."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        if (root / name).is_file():
+            value = read_json(root / name).get("eos_token_id")
+            found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return tuple(sorted(found))
+
+
+def tokenizer_record(root: Path, tokenizer: Any) -> TokenizerRecord:
+    """What prompts depend on, of a checkpoint folder and its tokenizer (None: it has none)."""
+    path = root / "tokenizer.json"
+    template = bool(getattr(tokenizer, "chat_template", None))
+    return TokenizerRecord(
+        sha256=file_sha256(path) if path.is_file() else "",
+        chat_template=render_chat(tokenizer, CHAT) if template else "",
+        stop_tokens=stop_tokens(root),
+    )
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+    """A conversation under the tokenizer's chat template, up to where the model begins to answer.
+
+    Raises:
+        InputError: the template fails.
+    """
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # templates are programs: they raise what they like
+        raise InputError(
+            f"the chat template of the tokenizer fails: {first_line(error)}",
+            "correct the template; `quantkit inspect` renders it too",
+        ) from error
+
+
+def companion_problems(baseline: Baseline, config: Mapping[str, Any], record: TokenizerRecord) -> Iterator[str]:
+    """What differs between source and candidate beside the weights, as sentences."""
+    for line in config_differences(baseline.config, comparable_config(config)):
+        yield f"config.json: {line}"
+    if not record.sha256 and baseline.tokenizer.sha256:
+        yield "tokenizer: the candidate has no tokenizer.json"
+    elif record.sha256 != baseline.tokenizer.sha256:
+        yield "tokenizer: tokenizer.json is not the source's"
+    if baseline.tokenizer.chat_template and not record.chat_template:
+        yield "chat template: the source has one, the candidate has none"
+    elif record.chat_template != baseline.tokenizer.chat_template:
+        yield "chat template: a conversation is rendered otherwise than with the source's"
+    if record.stop_tokens != baseline.tokenizer.stop_tokens:
+        yield (
+            f"stop tokens: {list(baseline.tokenizer.stop_tokens)} end a text of the source, "
+            f"{list(record.stop_tokens)} one of the candidate"
+        )
