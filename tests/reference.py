@@ -64,6 +64,13 @@ def transformers_model(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
     return getattr(transformers, architecture).from_pretrained(folder, dtype=dtype, **options).eval()
 
 
+def greedy(model: Any, ids: Tensor, count: int) -> list[int]:
+    """The likeliest `count` tokens after ids `[1, T]`, by transformers' own generation."""
+    out = model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+    tokens: list[int] = out[0, ids.shape[1] :].tolist()
+    return tokens
+
+
 def fake_quantized(
     folder: Path, groups: Groups = lambda name: 0, quantized: Callable[[str], bool] = quantized_by_name
 ) -> Any:

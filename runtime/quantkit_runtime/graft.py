@@ -18,18 +18,20 @@ from quantkit.archs.assemble import assemble
 from quantkit.archs.modeling import build_skeleton, load_config, parameter_value, set_tensor
 from quantkit.console import Progress
 from quantkit.errors import InputError
-from quantkit_runtime import experts
+from quantkit_runtime import attention, experts
 from quantkit_runtime.account import Account, GemmTrace, unfused
 from quantkit_runtime.device import Device
 from quantkit_runtime.errors import UnsupportedDtype
+from quantkit_runtime.kv_cache import KvFormat, LayerSpec
 from quantkit_runtime.layers import Int8Experts, Int8Linear
 from quantkit_runtime.loader import open_model
 from quantkit_runtime.memory import (
     MemoryPlan,
     by_column,
-    kv_bytes,
+    on_meta,
     out_of_memory_as_error,
     require,
+    transformers_kv_bytes,
     workspace_bytes,
 )
 from quantkit_runtime.plan import Planned, Planner
@@ -48,6 +50,7 @@ class LoadedModel:
         account: ledger of its GEMMs.
         memory: the plan.
         device, dtype: where and in what it computes.
+        kv: what each layer's attention hands to the paged cache, or why transformers' cache must serve.
     """
 
     model: nn.Module
@@ -58,6 +61,7 @@ class LoadedModel:
     memory: MemoryPlan
     device: Device
     dtype: torch.dtype
+    kv: tuple[LayerSpec, ...] | str
 
     @property
     def checked(self) -> Checked:
@@ -78,6 +82,7 @@ def load_model(
     verify: bool = True,
     cache_tokens: int = 512,
     prompt_tokens: int = 512,
+    kv_format: KvFormat | None = None,
     on_plan: Callable[[MemoryPlan], None] | None = None,
 ) -> LoadedModel:
     """Load a converted folder of either form, or a plain checkpoint.
@@ -90,16 +95,25 @@ def load_model(
         verify: check every tensor's checksum while reading.
         cache_tokens: positions that the memory plan counts for keys and values.
         prompt_tokens: tokens of the longest forward, for the memory plan.
+        kv_format: of the paged cache; None keeps keys and values in `dtype`.
         on_plan: called with the memory plan before anything is read.
 
     Raises:
         InputError, UsageError: and the four classes of `quantkit_runtime.errors`.
     """
     experts.register()
+    attention.register()
     with open_model(root, rank=rank, verify=verify) as files:
         model = _skeleton(root, files, dtype)
         planned, unused = Planner(model, files, dtype).run()
-        memory = _memory_plan(model, files, planned, device, dtype, cache_tokens, prompt_tokens)
+        probe = on_meta(model, files.dims)
+        kv = attention.probe_layers(probe)
+        kv_cache = (
+            transformers_kv_bytes(probe, files.dims, cache_tokens, dtype)
+            if isinstance(kv, str)
+            else (kv_format or KvFormat(dtype, dtype)).pool_bytes(kv, [cache_tokens])
+        )
+        memory = _memory_plan(files, planned, device, dtype, kv_cache, cache_tokens, prompt_tokens)
         if on_plan is not None:
             on_plan(memory)
         require(memory)
@@ -108,7 +122,7 @@ def load_model(
         with out_of_memory_as_error(memory), Progress("load", sum(_stored_bytes(files, planned))) as progress:
             grafter.run(planned, progress)
     _require_complete(model, planned)
-    return LoadedModel(model, files, tuple(planned), tuple(unused), account, memory, device, dtype)
+    return LoadedModel(model, files, tuple(planned), tuple(unused), account, memory, device, dtype, kv)
 
 
 def _skeleton(root: Path, files: ModelFiles, dtype: torch.dtype) -> nn.Module:
@@ -120,11 +134,11 @@ def _skeleton(root: Path, files: ModelFiles, dtype: torch.dtype) -> nn.Module:
 
 
 def _memory_plan(
-    model: nn.Module,
     files: ModelFiles,
     planned: Iterable[Planned],
     device: Device,
     dtype: torch.dtype,
+    kv_cache: int,
     cache_tokens: int,
     prompt_tokens: int,
 ) -> MemoryPlan:
@@ -132,7 +146,7 @@ def _memory_plan(
     return MemoryPlan(
         weights=by_column((row.column, row.nbytes) for row in distinct),
         scales=sum(row.scale_nbytes for row in distinct),
-        kv_cache=kv_bytes(model, files.dims, cache_tokens, dtype),
+        kv_cache=kv_cache,
         workspace=workspace_bytes(files.dims, prompt_tokens, dtype, on_cpu=device.family == "cpu"),
         tokens=cache_tokens,
         free=device.free_memory(),

@@ -23,7 +23,7 @@ class MemoryPlan:
     Attributes:
         weights: memory column of the role -> bytes, scales counted apart.
         scales: of INT8 weights.
-        kv_cache: keys and values of all layers for the planned tokens, as transformers' cache keeps them.
+        kv_cache: keys and values of all layers for the planned tokens, as the cache in use keeps them.
         workspace: estimate of the largest temporary tensors of a forward.
         tokens: positions that the cache was planned for.
         free: bytes that could be allocated when the plan was made.
@@ -46,18 +46,26 @@ class MemoryPlan:
         return [*weights, *rest, ("workspace (estimate)", self.workspace)]
 
 
-def kv_bytes(skeleton: Any, dims: Dims, tokens: int, dtype: torch.dtype) -> int:
+def on_meta(skeleton: Any, dims: Dims) -> Any:
+    """A copy without data, for runs in which only shapes matter."""
+    probe = copy.deepcopy(skeleton).to("meta")
+    if dims.experts:
+        probe.set_experts_implementation("batched_mm")  # has no operation that depends on values
+    return probe
+
+
+def transformers_kv_bytes(probe: Any, dims: Dims, tokens: int, dtype: torch.dtype) -> int:
     """Bytes of keys and values of `tokens` positions as transformers' cache will keep them.
 
     The model's own code decides what is cached (latents or expanded heads, windows), and that differs between versions
     of transformers. So it is run once on `meta`, where tensors have shapes and no data, and the cache is measured.
     Where an operation has no `meta` form the largest possibility counts: layers x tokens x heads x (key + value).
+
+    Args:
+        probe: from `on_meta`.
     """
     from transformers import DynamicCache
 
-    probe = copy.deepcopy(skeleton).to("meta")
-    if dims.experts:
-        probe.set_experts_implementation("batched_mm")  # has no operation that depends on values
     cache = DynamicCache(config=probe.config)
     ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
     try:

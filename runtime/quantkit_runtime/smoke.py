@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 from quantkit.arithmetic import quantize_tokens
-from quantkit.errors import UsageError, VerificationError
+from quantkit.errors import VerificationError
 from quantkit_runtime import device as devices
 from quantkit_runtime.account import GemmRow, Verdict
-from quantkit_runtime.generate import Generated, greedy, load_tokenizer, stop_tokens
+from quantkit_runtime.engine import Engine, Generated
 from quantkit_runtime.graft import LoadedModel, load_model
+from quantkit_runtime.kv_cache import KvFormat
 from quantkit_runtime.layers import Int8Experts
 from quantkit_runtime.loader import require_folder
 from quantkit_runtime.memory import MemoryPlan, out_of_memory_as_error
+from quantkit_runtime.runner import TransformersRunner, make_runner
+from quantkit_runtime.tokenizer import encode, load_tokenizer, stop_tokens
 
 SELF_TEST_TOKENS = 3
 
@@ -44,7 +47,9 @@ class Result:
         logits_shape: of the forward over the prompt.
         logits_finite: whether all of them are finite.
         text: prompt and generated text.
-        generated: token ids and cache.
+        generated: token ids.
+        cache: why transformers' cache served and not the paged one; "" where the paged one did.
+        cache_bytes: of keys and values, as they lay in memory.
         rows, verdict: GEMMs by kernel and dtype, INT8 against expected.
         memory_before, memory_after: bytes held by the process (host) or allocated on the card.
         memory_peak: largest amount allocated on the card; 0 on the host, where it is not measured.
@@ -55,6 +60,8 @@ class Result:
     logits_finite: bool
     text: str
     generated: Generated
+    cache: str
+    cache_bytes: int
     rows: tuple[GemmRow, ...]
     verdict: Verdict
     memory_before: int
@@ -80,44 +87,41 @@ def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, o
     device = devices.resolve(options.device)
     dtype = devices.compute_dtype(options.dtype, device)
     tokenizer = load_tokenizer(options.root)
-    ids = tokenizer(_text(options.prompt), return_tensors="pt").input_ids
+    prompt = encode(tokenizer, options.prompt)
+    positions = len(prompt) + options.max_new_tokens - 1  # the last new token is not fed back
     before = device.used_memory()
     loaded = load_model(
         options.root,
         device,
         dtype,
         verify=options.verify,
-        cache_tokens=ids.shape[1] + options.max_new_tokens - 1,  # the last new token is not fed back
-        prompt_tokens=ids.shape[1],
+        cache_tokens=positions,
+        prompt_tokens=len(prompt),
         on_plan=on_plan,
     )
     if on_loaded is not None:
         on_loaded(loaded)
-    ids = ids.to(device.torch)
+    ids, fmt = torch.tensor([prompt], device=device.torch), KvFormat(dtype, dtype)
     with torch.no_grad(), out_of_memory_as_error(loaded.memory), loaded.trace():
         logits = loaded.model(input_ids=ids, use_cache=False).logits
-        generated = greedy(loaded.model, ids, options.max_new_tokens, stop_tokens(options.root))
+        runner = make_runner(loaded, fmt, 1 + fmt.blocks(positions))
+        engine = Engine(runner, stop=stop_tokens(options.root))
+        (generated,) = engine.generate([prompt], options.max_new_tokens)
     self_test(loaded)
     return Result(
         loaded=loaded,
         logits_shape=tuple(logits.shape),
         logits_finite=bool(torch.isfinite(logits).all()),
-        text=tokenizer.decode([*ids[0].tolist(), *generated.tokens], skip_special_tokens=True),
+        text=tokenizer.decode([*prompt, *generated.tokens], skip_special_tokens=True),
         generated=generated,
+        cache=runner.why if isinstance(runner, TransformersRunner) else "",
+        cache_bytes=runner.nbytes,
         rows=tuple(loaded.account.rows()),
         verdict=loaded.account.verdict(),
         memory_before=before,
         memory_after=device.used_memory(),
         memory_peak=int(torch.cuda.max_memory_allocated()) if device.torch.type == "cuda" else 0,
     )
-
-
-def _text(prompt: str) -> str:
-    """The prompt as text, also where the locale is not UTF-8: Python then hands over bytes as lone surrogates."""
-    try:
-        return prompt.encode("utf-8", "surrogateescape").decode("utf-8")
-    except UnicodeError as error:
-        raise UsageError("the prompt is no text in UTF-8", "give another --prompt, or set LC_ALL=C.UTF-8") from error
 
 
 def self_test(loaded: LoadedModel) -> None:
@@ -198,7 +202,8 @@ def as_json(result: Result) -> dict[str, Any]:
             "used_before": result.memory_before,
             "used_after": result.memory_after,
             "peak": result.memory_peak,
-            "kv_cache_measured": result.generated.cache_bytes,
+            "kv_cache": "transformers: " + result.cache if result.cache else "paged",
+            "kv_cache_measured": result.cache_bytes,
         },
         "forward": {"logits_shape": list(result.logits_shape), "finite": result.logits_finite},
         "generated": {

@@ -12,10 +12,11 @@ import torch
 from safetensors import safe_open
 
 from quantkit_runtime import device as devices
-from quantkit_runtime.generate import greedy, load_tokenizer
 from quantkit_runtime.graft import load_model
+from quantkit_runtime.tokenizer import load_tokenizer
 from tests.acceptance.conftest import MODELS, TINY, cli, smoke_load, succeeded
-from tests.reference import fake_quantized, transformers_model
+from tests.reference import fake_quantized, greedy, transformers_model
+from tests.runtime.conftest import generate
 
 Converted = Callable[[str, str, str], Path]
 
@@ -104,12 +105,12 @@ def test_logits_and_tokens_equal_an_independent_fake_quant_model(name: str, conv
     tokenizer = load_tokenizer(MODELS / name)
     for form in ("checkpoint", "sharded"):
         folder = converted(name, form, "w8a8")
-        model = load_model(folder, devices.resolve("cpu"), torch.float32).model
+        loaded = load_model(folder, devices.resolve("cpu"), torch.float32)
         ids = tokenizer("def scale(values):\n    return", return_tensors="pt").input_ids
         with torch.no_grad():
-            got, want = model(input_ids=ids).logits, reference(input_ids=ids).logits
+            got, want = loaded.model(input_ids=ids).logits, reference(input_ids=ids).logits
         assert float((got - want).norm() / want.norm()) < 1e-4
-        assert greedy(model, ids, 8).tokens == greedy(reference, ids, 8).tokens
+        assert generate(loaded, ids, 8) == greedy(reference, ids, 8)
 
 
 @pytest.mark.parametrize("form", ["checkpoint", "sharded"])

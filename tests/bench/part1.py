@@ -28,8 +28,8 @@ from torch import Tensor
 
 from quantkit.convert.run import convert
 from quantkit.recipe import load_recipe
-from quantkit_runtime.generate import load_tokenizer
 from quantkit_runtime.perplexity import change, from_losses, window_losses, windows
+from quantkit_runtime.tokenizer import load_tokenizer
 from tests.acceptance.conftest import PYTHON, SMALL, cli, snapshot, succeeded
 from tests.acceptance.kill import run_killed
 

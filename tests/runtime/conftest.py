@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from quantkit_runtime import device as devices
+from quantkit_runtime.engine import Engine
 from quantkit_runtime.graft import LoadedModel, load_model
+from quantkit_runtime.kv_cache import KvFormat
+from quantkit_runtime.runner import make_runner
 from tests.runtime import outputs
 
 TINY = ("tiny-minimax-m2", "tiny-deepseek-v3")
@@ -28,6 +31,13 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return FORMS[form](outputs.MODELS / model, tmp_path_factory.mktemp(f"{model}-{form}"), SCHEMES[scheme])
 
     return make
+
+
+def generate(loaded: LoadedModel, ids: torch.Tensor, count: int) -> list[int]:
+    """The likeliest tokens after ids `[1, T]`, by the engine."""
+    fmt = KvFormat(loaded.dtype, loaded.dtype)
+    runner = make_runner(loaded, fmt, 1 + fmt.blocks(ids.shape[1] + count - 1))
+    return list(Engine(runner).generate(ids.tolist(), count)[0].tokens)
 
 
 @pytest.fixture(scope="session")

@@ -18,10 +18,12 @@ from quantkit.outdir import WORK_NAME
 from quantkit.recipe import load_recipe
 from quantkit.spec.mesh import Mesh
 from quantkit_runtime import loader
+from quantkit_runtime.engine import Engine
 from quantkit_runtime.errors import BrokenShard
-from quantkit_runtime.generate import greedy
 from quantkit_runtime.graft import LoadedModel
+from quantkit_runtime.kv_cache import KvFormat
 from quantkit_runtime.layers import Int8Linear
+from quantkit_runtime.runner import make_runner
 from tests.families import FAMILIES, FAMILY_NAMES, VOCAB, make_tiny
 from tests.reference import fake_quantized, transformers_model
 from tests.runtime import outputs
@@ -29,6 +31,7 @@ from tests.runtime.conftest import TINY
 
 Load = Callable[..., LoadedModel]
 Convert = Callable[..., Path]
+FLOAT = KvFormat(torch.float32, torch.float32)
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +118,9 @@ def test_every_family_runs_in_int8(tmp_path: Path, load: Load, family: str) -> N
         loaded = load(tmp_path / form, cache_tokens=ids.shape[1])
         with torch.no_grad(), loaded.trace():
             logits.append(loaded.model(input_ids=ids).logits)
-        assert greedy(loaded.model, ids, 1).cache_bytes == loaded.memory.kv_cache
+        runner = make_runner(loaded, FLOAT, 1 + FLOAT.blocks(ids.shape[1]))
+        Engine(runner).generate(ids.tolist(), 1)
+        assert runner.nbytes == loaded.memory.kv_cache
         verdict = loaded.account.verdict()
         assert verdict.expected > 0
         assert not verdict.fallbacks

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit_runtime.generate import greedy, load_tokenizer
 from quantkit_runtime.graft import LoadedModel
 from quantkit_runtime.layers import Int8Experts, Int8Linear
-from tests.reference import fake_quantized, transformers_model
+from quantkit_runtime.tokenizer import load_tokenizer
+from tests.reference import fake_quantized, greedy, transformers_model
 from tests.runtime import outputs
-from tests.runtime.conftest import TINY
+from tests.runtime.conftest import TINY, generate
 
 Converted = Callable[..., Path]
 Load = Callable[..., LoadedModel]
@@ -46,7 +46,7 @@ def test_logits_and_greedy_tokens_equal_the_fake_quantized_reference(
         with torch.no_grad():
             got, want = loaded.model(input_ids=ids).logits, reference(input_ids=ids).logits
         assert relative(got, want) < 1e-5
-        assert greedy(loaded.model, ids, 12).tokens == greedy(reference, ids, 12).tokens
+        assert generate(loaded, ids, 12) == greedy(reference, ids, 12)
 
 
 @pytest.mark.parametrize("form", ["checkpoint", "sharded"])

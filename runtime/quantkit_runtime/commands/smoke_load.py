@@ -71,10 +71,11 @@ def _print_result(out: Console, result: Result) -> None:
     rows = [
         ["held before loading", _size(result.memory_before)],
         ["held after generation", _size(result.memory_after)],
-        [f"KV cache ({generated.cache_tokens} tokens)", _size(generated.cache_bytes)],
+        ["KV cache", _size(result.cache_bytes)],
     ]
     rows += [["largest amount on the card", _size(result.memory_peak)]] if result.memory_peak else []
     _table(out, "Memory, measured", ["what", "size"], rows)
+    out.print(f"KV cache: transformers' own, not paged: {result.cache}" if result.cache else "KV cache: paged")
     finite = "all finite" if result.logits_finite else "NOT FINITE"
     out.print(f"forward: logits {list(result.logits_shape)}, {finite}")
     out.print(f"generated {len(generated.tokens)} tokens{' up to a stop token' if generated.stopped else ''}:")

@@ -1,4 +1,4 @@
-"""Generation against transformers' own, perplexity against its definition, memory against what is held."""
+"""Tokenizers and stop tokens of a folder, perplexity against its definition."""
 
 from __future__ import annotations
 
@@ -13,32 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from quantkit.errors import InputError, UsageError
-from quantkit_runtime.generate import greedy, load_tokenizer, stop_tokens
+from quantkit.errors import InputError
 from quantkit_runtime.graft import LoadedModel
 from quantkit_runtime.perplexity import perplexity, windows
-from tests.reference import transformers_model
+from quantkit_runtime.tokenizer import load_tokenizer, stop_tokens
 from tests.runtime import outputs
 from tests.runtime.conftest import TINY
-
-
-@pytest.mark.parametrize("model", TINY)
-def test_greedy_equals_transformers_generate(load: Callable[..., LoadedModel], model: str) -> None:
-    folder = outputs.MODELS / model
-    ids = load_tokenizer(folder)("The king said to", return_tensors="pt").input_ids
-    got = greedy(load(folder).model, ids, 20, stop_tokens(folder))
-    want = transformers_model(folder, torch.float32).generate(ids, max_new_tokens=20, do_sample=False)
-    assert list(got.tokens) == want[0, ids.shape[1] :].tolist()
-
-
-def test_a_stop_token_ends_the_text(load: Callable[..., LoadedModel]) -> None:
-    folder = outputs.MODELS / TINY[0]
-    model, ids = load(folder).model, torch.tensor([[1, 50, 60]])
-    free = greedy(model, ids, 8)
-    assert not free.stopped
-    stopped = greedy(model, ids, 8, {free.tokens[2]})
-    assert stopped.tokens == free.tokens[: free.tokens.index(free.tokens[2]) + 1]
-    assert stopped.stopped
 
 
 def test_stop_tokens_come_from_both_files(tmp_path: Path) -> None:
@@ -47,18 +27,6 @@ def test_stop_tokens_come_from_both_files(tmp_path: Path) -> None:
     assert stop_tokens(tmp_path) == {7, 8, 9}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
     assert stop_tokens(tmp_path) == {7}
-
-
-def test_an_empty_prompt_and_nan_logits_are_errors() -> None:
-    class Model(nn.Module):
-        def forward(self, **_: Any) -> Any:
-            return SimpleNamespace(logits=torch.full((1, 1, 4), float("nan")))
-
-    cache = SimpleNamespace(layers=[], get_seq_length=lambda: 0)
-    with pytest.raises(UsageError, match="no tokens"):
-        greedy(Model(), torch.zeros((1, 0), dtype=torch.long), 1, cache=cache)
-    with pytest.raises(InputError, match="not finite"):
-        greedy(Model(), torch.zeros((1, 2), dtype=torch.long), 1, cache=cache)
 
 
 def test_a_folder_without_tokenizer_says_so(tmp_path: Path) -> None:

@@ -1,0 +1,238 @@
+"""Attention over the paged cache, registered in transformers' `AttentionInterface`.
+
+The model runs on one row of packed tokens `[1, T]`; a `Step` says which of them belong to which sequence. Attention
+always reads what the cache holds, the tokens of the same step included, so that neither the size of a chunk nor the
+company in a batch changes what a token sees.
+
+What the interface cannot express (linear attention, indexers, masks that are neither causal nor a window, rotary
+frequencies that depend on the longest sequence) is found by one probing forward, and not by a list of names.
+
+Shape suffixes: B sequences, T queries, L positions, H heads, G key/value heads, R = H / G, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from quantkit.errors import first_line
+from quantkit_runtime.kv_cache import KvCache, Layer, LayerSpec
+
+NAME = "quantkit_paged"
+PROBE = "quantkit_probe"
+_SCORES = 2**24
+"""Scores that are held at once where torch has no fused attention (softcaps, sinks): 64 MiB in float32."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What attention must know about the packed tokens of one forward.
+
+    Attributes:
+        cache: the pool.
+        slots: int64 `[T]`, where each token's keys and values go.
+        table: int32 `[B, blocks]`, padded with 0.
+        lengths: int32 `[B]`, positions of each sequence after this step.
+        chunks: (queries, length) of each sequence; empty when every sequence has one query.
+    """
+
+    cache: KvCache
+    slots: Tensor
+    table: Tensor
+    lengths: Tensor
+    chunks: tuple[tuple[int, int], ...] = ()
+
+
+def register() -> None:
+    """Make both attention functions known to transformers; masks are made for the probe alone."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, paged_attention)
+    AttentionInterface.register(PROBE, _probe_attention)
+    AttentionMaskInterface.register(PROBE, _Mask)
+
+
+@contextmanager
+def implementation(model: Any, name: str) -> Iterator[None]:
+    """Run the model's attention through another function for a while."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = name
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+def paged_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    step: Step,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Called by every layer: query `[1, H, T, D]`, key and value `[1, G, T, D]` of new tokens -> `[1, T, H, D]`."""
+    layer = step.cache.layers[module.layer_idx]
+    q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
+    layer.keys.write(step.slots, k_TGD)
+    layer.values.write(step.slots, v_TGD)
+    if not step.chunks:
+        return _decode(layer, q_THD, step, scaling, softcap, s_aux).unsqueeze(0), None
+    out, first = [], 0
+    for row, (queries, length) in enumerate(step.chunks):
+        table = step.table[row : row + 1, : step.cache.format.blocks(length)]
+        k, v = (store.read(table, query.dtype)[:, :, :length] for store in (layer.keys, layer.values))
+        q = q_THD[None, first : first + queries].transpose(1, 2)
+        positions = torch.arange(length - queries, length, device=query.device)[None]
+        out.append(attend(q, k, v, positions, scaling, layer.spec.window, softcap, s_aux, causal=queries == length))
+        first += queries
+    return torch.cat(out, 2).transpose(1, 2), None
+
+
+def _decode(
+    layer: Layer, q_BHD: Tensor, step: Step, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    k, v = (store.read(step.table, q_BHD.dtype) for store in (layer.keys, layer.values))
+    positions = (step.lengths - 1).unsqueeze(1)
+    return attend(q_BHD.unsqueeze(2), k, v, positions, scale, layer.spec.window, softcap, sinks).squeeze(2)
+
+
+def attend(
+    q_BHTD: Tensor,
+    k_BGLD: Tensor,
+    v_BGLD: Tensor,
+    positions_BT: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
+    *,
+    causal: bool = False,
+) -> Tensor:
+    """Attention of queries at `positions` over keys at 0 to L - 1 -> `[B, H, T, D]`.
+
+    Args:
+        window: a query sees this many positions, itself included; 0 for all before it.
+        softcap: scores become `softcap x tanh(score / softcap)`.
+        sinks_H: a further score of each head that takes weight and has no value.
+        causal: the queries are all L positions, which torch's fused kernels do without a mask.
+    """
+    (b, heads, t, _), (groups, length) = q_BHTD.shape, k_BGLD.shape[1:3]
+    plain = softcap is None and sinks_H is None
+    if plain and causal and (not window or length <= window):
+        return scaled_dot_product_attention(
+            q_BHTD, k_BGLD, v_BGLD, is_causal=True, scale=scale, enable_gqa=groups != heads
+        )
+    # the R heads of a group become more queries of that group, so that keys need no repetition
+    q = q_BHTD.reshape(b, groups, -1, q_BHTD.shape[-1])
+    at = torch.arange(length, device=q.device)
+    seen = at <= positions_BT.unsqueeze(-1)
+    if window:
+        seen &= at > positions_BT.unsqueeze(-1) - window
+    seen = seen.unsqueeze(1).repeat(1, heads // groups, 1, 1).view(b, 1, -1, length)
+    if plain:
+        out = scaled_dot_product_attention(q, k_BGLD, v_BGLD, attn_mask=seen, scale=scale)
+    else:
+        sinks = None if sinks_H is None else sinks_H.float().view(groups, -1, 1).repeat(1, 1, t).view(1, groups, -1, 1)
+        rows = max(1, _SCORES // (b * groups * length))
+        out = v_BGLD.new_empty((*q.shape[:3], v_BGLD.shape[-1]))
+        for first in range(0, q.shape[2], rows):
+            part = slice(first, first + rows)
+            some_sinks = None if sinks is None else sinks[:, :, part]
+            out[:, :, part] = _explicit(q[:, :, part], k_BGLD, v_BGLD, seen[:, :, part], scale, softcap, some_sinks)
+    return out.reshape(b, heads, t, -1)
+
+
+def _explicit(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    scores = (q @ k.transpose(2, 3)).float() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores.masked_fill_(~seen, -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        top = torch.maximum(top, sinks)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total += torch.exp(sinks - top)
+    return (weights / total).to(q.dtype) @ v
+
+
+# --------------------------------------------------------------------------------------------- probe
+
+
+class _Mask:
+    """What stands for a mask in the probe: the arguments that transformers' mask functions are called with."""
+
+    def __init__(self, *, mask_function: Any, local_size: int | None = None, **_: Any) -> None:
+        self.mask_function, self.window = mask_function, local_size or 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is causal, with a window or without, also around the window's edge."""
+        at = torch.arange(2 * min(self.window, 512) + 3)
+        q, k = at[:, None], at[None]
+        q = q + max(0, self.window - 512) * (q > k)  # of a wide window the edge is looked at, not its inside
+        got = self.mask_function(torch.zeros_like(at), torch.zeros_like(at), q, k)
+        want = (k <= q) & (k > q - (self.window or 1 << 60))
+        return torch.equal(got.expand_as(want), want)
+
+
+_EXPRESSED = frozenset(("scaling", "softcap", "s_aux", "sliding_window", "dropout", "position_ids", "use_cache"))
+
+
+def _probe_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, probe: list[LayerSpec | str], **options: Any
+) -> tuple[Tensor, None]:
+    """Adds to `probe` what the layer hands over, or why it cannot be served."""
+    given = {name for name, option in options.items() if option is not None and option is not False}
+    if given - _EXPRESSED:
+        probe.append(f"its attention is called with {', '.join(sorted(given - _EXPRESSED))}")
+    elif not isinstance(mask, _Mask) or not mask.is_plain:
+        probe.append("its mask is neither causal nor a window")
+    else:
+        probe.append(LayerSpec(module.layer_idx, key.shape[1], key.shape[3], value.shape[3], mask.window))
+    return query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None
+
+
+def probe_layers(model: Any) -> tuple[LayerSpec, ...] | str:
+    """What each layer's attention hands over, or why this cache cannot serve the model.
+
+    Args:
+        model: transformers' causal language model, on `meta` or loaded; it runs once on one token.
+    """
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    others = {type(layer).__name__ for layer in cache.layers} - {"DynamicLayer", "DynamicSlidingWindowLayer"}
+    if others:
+        return f"layers keep another state ({', '.join(sorted(others))})"
+    ropes = " ".join(str(getattr(module, "rope_type", "")) for module in model.modules())  # one, or one per layer type
+    for name in ("dynamic", "longrope"):
+        if name in ropes:
+            return f"{name} rotary frequencies depend on the longest sequence"
+    ids = torch.zeros((1, 1), dtype=torch.long, device=next(model.parameters()).device)
+    probe: list[LayerSpec | str] = []
+    try:
+        with torch.no_grad(), implementation(model, PROBE):
+            model(input_ids=ids, position_ids=ids, past_key_values=cache, use_cache=True, probe=probe)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError) as error:
+        return f"transformers' model does not run through its attention interface ({first_line(error)})"
+    layers = [spec for spec in probe if isinstance(spec, LayerSpec)]
+    filled = [index for index in range(len(cache.layers)) if cache.get_seq_length(index)]
+    if len(layers) == len(probe) and [spec.layer for spec in layers] != filled:
+        probe.append("not every layer calls the attention interface once")
+    return next((problem for problem in probe if isinstance(problem, str)), tuple(layers))

@@ -1,0 +1,143 @@
+"""The engine and both caches against transformers: every family, chunks, batches, a pool that is too small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.errors import InputError, UsageError
+from quantkit_runtime.engine import Engine
+from quantkit_runtime.graft import LoadedModel
+from quantkit_runtime.kv_cache import KvFormat
+from quantkit_runtime.runner import Chunk, PagedRunner, TransformersRunner, make_runner
+from quantkit_runtime.tokenizer import encode, load_tokenizer, stop_tokens
+from tests.families import FAMILY_NAMES, VOCAB, make_tiny
+from tests.reference import transformers_model
+from tests.runtime import outputs
+from tests.runtime.conftest import TINY
+
+FLOAT = KvFormat(torch.float32, torch.float32)
+UNPAGED = {
+    "qwen3_next": "LinearAttentionLayer",
+    "qwen3_5": "LinearAttentionLayer",
+    "qwen3_5_moe": "LinearAttentionLayer",
+    "deepseek_v32": "DynamicIndexedLayer",
+    "glm_moe_dsa": "DynamicIndexedLayer",
+    "minimax_m3": "MiniMaxM3VLSparseCacheLayer",
+}
+"""Families whose layers keep more than keys and values, with the class that transformers keeps it in."""
+
+Load = Callable[..., LoadedModel]
+
+
+def prompts(*lengths: int, vocab: int = VOCAB) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+def whole(model: Any, ids: list[int]) -> Tensor:
+    """Logits `[T, V]` of one forward without any cache."""
+    with torch.no_grad():
+        out: Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    return out
+
+
+def close(got: Tensor, want: Tensor, limit: float = 1e-5) -> None:
+    assert float((got - want).abs().max() / want.abs().max()) < limit
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_every_family_packed_chunked_and_decoded_equals_one_forward(load: Load, tmp_path: Path, family: str) -> None:
+    """Prompts of different lengths, past every window of 16, in chunks that end within blocks."""
+    # an indexer scores with relu: with few heads many positions tie at 0, and which of them topk takes is anybody's
+    heads = {"index_n_heads": 32} if UNPAGED.get(family) == "DynamicIndexedLayer" else {}
+    loaded = load(make_tiny(family, tmp_path, **heads))
+    runner = make_runner(loaded, FLOAT, 20)
+    assert (isinstance(runner, TransformersRunner) and UNPAGED[family] in runner.why) == (family in UNPAGED)
+    texts = prompts(37, 5, 20)
+    want = [whole(loaded.model, ids) for ids in texts]
+    for name, ids in enumerate(texts):
+        assert runner.reserve(name, len(ids))
+    first = runner.forward([Chunk(0, 0, texts[0][:21]), Chunk(1, 0, texts[1][:4]), Chunk(2, 0, texts[2][:1])])
+    close(first, torch.stack([want[0][20], want[1][3], want[2][0]]))
+    second = runner.forward([Chunk(0, 21, texts[0][21:36]), Chunk(2, 1, texts[2][1:19])])
+    close(second, torch.stack([want[0][35], want[2][18]]))
+    third = runner.forward([Chunk(0, 36, texts[0][36:]), Chunk(1, 4, texts[1][4:]), Chunk(2, 19, texts[2][19:])])
+    close(third, torch.stack([row[-1] for row in want]))
+
+
+# --------------------------------------------------------------------------------------------- engine
+
+
+def engine(loaded: LoadedModel, blocks: int, **options: Any) -> Engine:
+    return Engine(make_runner(loaded, FLOAT, blocks), **options)
+
+
+@pytest.mark.parametrize("model", TINY)
+def test_greedy_equals_transformers_generate(load: Load, model: str) -> None:
+    """A batch of different lengths in small chunks, against transformers one by one."""
+    folder = outputs.MODELS / model
+    tokenizer = load_tokenizer(folder)
+    texts = [encode(tokenizer, text) for text in ("The king said to", "Once", "def main(): return 1 + 2 * (3")]
+    drive = engine(load(folder), 20, batch=3, chunk=5, stop=stop_tokens(folder))
+    got = drive.generate(texts, 20)
+    reference = transformers_model(folder, torch.float32)
+    for ids, one in zip(texts, got, strict=True):
+        want = reference.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)
+        assert list(one.tokens) == want[0, len(ids) :].tolist()
+    assert drive.counts.preemptions == 0
+    assert isinstance(drive.runner, PagedRunner)
+    assert drive.runner.cache.free_blocks == 19
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_next"])
+def test_batches_and_chunks_change_nothing(tiny: Callable[[str], Path], load: Load, family: str) -> None:
+    loaded, texts = load(tiny(family)), prompts(30, 1, 17, 9)
+    alone = [engine(loaded, 6, chunk=64).generate([ids], 12)[0] for ids in texts]
+    for batch, chunk in ((4, 64), (4, 7), (3, 13), (1, 7)):
+        assert engine(loaded, 24, batch=batch, chunk=chunk).generate(texts, 12) == alone
+
+
+def test_a_small_pool_preempts_and_changes_nothing(tiny: Callable[[str], Path], load: Load) -> None:
+    loaded, texts = load(tiny("llama")), prompts(15, 14, 13)
+    roomy = engine(loaded, 24, batch=3).generate(texts, 40)
+    drive = engine(loaded, 8, batch=3)
+    assert drive.generate(texts, 40) == roomy
+    assert drive.counts.preemptions > 0
+    assert isinstance(drive.runner, PagedRunner)
+    assert drive.runner.cache.free_blocks == 7
+    assert drive.counts.positions <= drive.runner.cache.capacity
+
+
+def test_what_can_never_fit_is_refused(tiny: Callable[[str], Path], load: Load) -> None:
+    drive = engine(load(tiny("llama")), 3)
+    with pytest.raises(UsageError, match=r"30 tokens and 10 new ones need 39 positions; the KV pool holds 32"):
+        drive.generate(prompts(30), 10)
+    with pytest.raises(UsageError, match="no tokens"):
+        drive.generate([[]], 1)
+    assert len(drive.generate(prompts(30), 3)[0].tokens) == 3
+
+
+def test_a_stop_token_ends_one_text_and_frees_its_blocks(tiny: Callable[[str], Path], load: Load) -> None:
+    loaded, texts = load(tiny("llama")), prompts(20, 6)
+    free = engine(loaded, 9, batch=2).generate(texts, 10)
+    stop = next(token for token in free[0].tokens[1:] if token not in free[1].tokens)
+    drive = engine(loaded, 9, batch=2, stop=frozenset({stop}))
+    got = drive.generate(texts, 10)
+    assert got[0].tokens == free[0].tokens[: free[0].tokens.index(stop) + 1]
+    assert got[0].stopped
+    assert not got[1].stopped
+    assert got[1] == free[1]
+
+
+def test_logits_that_are_not_finite_are_an_error(tiny: Callable[[str], Path], load: Load) -> None:
+    loaded = load(tiny("llama"))
+    model: Any = loaded.model
+    model.model.norm.weight = torch.nn.Parameter(torch.full_like(model.model.norm.weight, torch.nan))
+    with pytest.raises(InputError, match="not finite"):
+        engine(loaded, 3).generate(prompts(4), 2)
