@@ -9,6 +9,7 @@ from quantkit import __version__
 from quantkit.console import LazyGroup, version_option
 
 COMMANDS = {
+    "acceptance": "quantkit.commands.acceptance",
     "baseline": "quantkit.commands.baseline",
     "calibrate": "quantkit.commands.calibrate",
     "convert": "quantkit.commands.convert",

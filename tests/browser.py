@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,25 +49,27 @@ _CUT = """() => [...document.querySelectorAll("p, h1, h2, h3, .facts div, pre, .
 
 
 class Browser:
-    """A running Chromium."""
+    """A running Chromium. Playwright has a thread to itself: its event loop would stop others in the test's own."""
 
-    def __init__(self, browser: Any) -> None:
-        self._browser = browser
+    def __init__(self, browser: Any, thread: ThreadPoolExecutor) -> None:
+        self._browser, self._thread = browser, thread
 
     def open(
         self, path: Path, *, width: int = WIDTHS["desktop"], language: str = "en", picture: bool = False
     ) -> Opened:
         """Open a file as a reader with that language does."""
+        return self._thread.submit(self._open, path.resolve().as_uri(), width, language, picture).result()
+
+    def _open(self, address: str, width: int, language: str, picture: bool) -> Opened:
         result = Opened()
-        context = self._browser.new_context(
-            viewport={"width": width, "height": 900}, locale={"en": "en-US", "zh": "zh-CN"}[language], offline=True
-        )
-        try:
+        locale = {"en": "en-US", "zh": "zh-CN"}[language]
+        with self._browser.new_context(
+            viewport={"width": width, "height": 900}, locale=locale, offline=True
+        ) as context:
             page = context.new_page()
             page.on("console", lambda message: result.errors.append(message.text))
             page.on("pageerror", lambda error: result.errors.append(str(error)))
             page.on("request", lambda request: result.requests.append(request.url))
-            address = path.resolve().as_uri()
             page.goto(address)
             result.requests = [url for url in result.requests if url != address]
             result.text = page.inner_text("body")
@@ -74,20 +77,19 @@ class Browser:
             result.cut = page.evaluate(_CUT)
             if picture:
                 result.png = page.screenshot(full_page=True)
-            return result
-        finally:
-            context.close()
+        return result
 
     def switch(self, path: Path, to: str) -> str:
         """Text of an English page after a click on the language's button."""
-        page = self._browser.new_page(locale="en-US")
-        try:
-            page.goto(path.resolve().as_uri())
+        return self._thread.submit(self._switch, path.resolve().as_uri(), to).result()
+
+    def _switch(self, address: str, to: str) -> str:
+        with self._browser.new_context(locale="en-US") as context:
+            page = context.new_page()
+            page.goto(address)
             page.click(f'[data-to="{to}"]')
             text: str = page.inner_text("body")
             return text
-        finally:
-            page.close()
 
 
 def find_chromium() -> str | None:
@@ -104,15 +106,21 @@ def running_browser() -> Iterator[Browser]:
         if os.environ.get("REQUIRE_CHROMIUM"):
             pytest.fail(HINT)
         pytest.skip(HINT)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        playwright, browser = thread.submit(_start, executable).result()
+        try:
+            yield Browser(browser, thread)
+        finally:
+            thread.submit(browser.close).result()
+            thread.submit(playwright.stop).result()
+
+
+def _start(executable: str) -> tuple[Any, Any]:
     from playwright.sync_api import sync_playwright
 
-    with sync_playwright() as playwright:
-        # Containers run the tests as root and without the kernel features that Chromium's sandbox needs.
-        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        try:
-            yield Browser(browser)
-        finally:
-            browser.close()
+    playwright = sync_playwright().start()
+    # Containers run the tests as root and without the kernel features that Chromium's sandbox needs.
+    return playwright, playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
 
 
 def check_report(browser: Browser, path: Path, english: str, chinese: str) -> None:

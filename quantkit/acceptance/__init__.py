@@ -1,0 +1,1 @@
+"""Acceptance of a served model: any OpenAI-compatible endpoint, five dimensions, one report."""

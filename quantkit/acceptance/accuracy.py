@@ -1,0 +1,119 @@
+"""Dimension "accuracy": the served model against the baseline of its source (`quantkit baseline`), token by token.
+
+Prompts are sent as token ids, so neither a tokenizer nor a chat template stands between both. Two measures: greedy
+continuations up to the first difference, and the perplexity of the baseline's own texts, which a server can tell when
+it echoes a prompt with log-probabilities.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quantkit.acceptance.outcome import Finding, failed, several, skipped
+from quantkit.acceptance.session import Found, Session
+from quantkit.spec.baseline import LOGPROBS_NAME, Baseline, read_baseline
+from quantkit.spec.tensorfile import read_header, read_tensor
+
+
+def greedy(session: Session) -> Found:
+    """Share of each greedy continuation before its first difference to the source's."""
+    baseline = _baseline(session)
+    shares: list[float] = []
+    rows = []
+    for text in baseline.of_use("prompt"):
+        wanted = list(text.ids[text.prompt_tokens :])
+        body = _complete(session, text.ids[: text.prompt_tokens], len(wanted), return_token_ids=True, ignore_eos=True)
+        got = body["choices"][0].get("token_ids")
+        if not isinstance(got, list):
+            raise failed("no_token_ids", json.dumps(body))
+        same = _common_prefix(wanted, got)
+        shares.append(same / max(1, len(wanted)))
+        if same < len(wanted):
+            rows.append(
+                f"{text.name}: differs at token {same} of {len(wanted)}: {body['choices'][0].get('text', '')!r}"
+            )
+    if not shares:
+        raise skipped("baseline_without_prompts")
+    mean, least = sum(shares) / len(shares), session.settings.accuracy.min_agreement
+    measured = {"agreement": mean, "prompts": float(len(shares)), "equal": float(sum(share == 1 for share in shares))}
+    if mean < least:
+        stop = failed("greedy_differs", *rows, got=f"{mean:.1%}", wanted=f"{least:.0%}")
+        stop.measured = measured
+        raise stop
+    return Found("greedy_agrees", {"got": f"{mean:.1%}", "prompts": len(shares)}, tuple(rows), measured)
+
+
+def perplexity(session: Session) -> Found:
+    """Perplexity of the baseline's texts through the server, by kind, over the source's on the same positions."""
+    baseline = _baseline(session)
+    assert session.baseline is not None
+    known = _next_logprobs(session.baseline, baseline)
+    losses: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for text in baseline.of_use("text"):
+        served = _prompt_logprobs(_complete(session, text.ids, 1, echo=True, logprobs=0), len(text.ids))
+        for position, before in zip(text.scored, known[text.name], strict=True):
+            losses[text.kind].append((before, served[position + 1]))
+    if not losses:
+        raise skipped("baseline_without_prompts")
+    most, problems, measured = session.settings.accuracy.max_perplexity_ratio, [], {}
+    for kind, pairs in sorted(losses.items()):
+        ratio = math.exp(sum(before - after for before, after in pairs) / len(pairs))
+        measured[f"ratio_{kind}"] = ratio
+        if not ratio <= most:
+            problems.append(
+                Finding(key="perplexity_high", values={"kind": kind, "got": f"{ratio:.4f}", "wanted": most})
+            )
+    if problems:
+        raise several(problems, measured)
+    worst = max(measured.values())
+    return Found("perplexity_kept", {"kinds": len(measured), "worst": f"{worst:.4f}"}, (), measured)
+
+
+def _baseline(session: Session) -> Baseline:
+    if session.baseline is None:
+        raise skipped("no_baseline")
+    return read_baseline(session.baseline)
+
+
+def _complete(session: Session, ids: Sequence[int], max_tokens: int, **options: Any) -> dict[str, Any]:
+    """Body of a greedy completion of token ids; options outside the API's reference go into the request as they are."""
+    endpoint = session.endpoint
+    known = {name: options.pop(name) for name in ("echo", "logprobs") if name in options}
+    raw = endpoint.client.completions.with_raw_response.create(
+        model=endpoint.model, prompt=list(ids), max_tokens=max_tokens, temperature=0, extra_body=options, **known
+    )
+    try:
+        body: dict[str, Any] = json.loads(raw.text)
+        body["choices"][0]
+    except (ValueError, LookupError, TypeError) as error:
+        raise failed("malformed_answer", raw.text, what=repr(error)) from error
+    return body
+
+
+def _prompt_logprobs(body: dict[str, Any], tokens: int) -> list[float]:
+    """Log-probability of each token of an echoed prompt; NaN for the first, which nothing predicts."""
+    try:
+        values = body["choices"][0]["logprobs"]["token_logprobs"][:tokens]
+        found = [math.nan if value is None else float(value) for value in values]
+    except (LookupError, TypeError, ValueError) as error:
+        raise failed("no_prompt_logprobs", json.dumps(body)) from error
+    if len(found) != tokens:
+        raise failed("no_prompt_logprobs", json.dumps(body))
+    return found
+
+
+def _next_logprobs(folder: Path, baseline: Baseline) -> dict[str, list[float]]:
+    """Text -> log-probabilities that the source gave the tokens that follow its scored positions."""
+    path = folder / LOGPROBS_NAME
+    with path.open("rb") as file:
+        values = read_tensor(file.fileno(), read_header(path).tensors["next_logprob"], path=path).tolist()
+    return {name: values[start:stop] for name, (start, stop) in baseline.rows().items()}
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,0 +1,146 @@
+"""One request as the checks see it: an answer whose form was checked, whole or streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantkit.acceptance.endpoint import Endpoint
+from quantkit.acceptance.outcome import failed
+
+Message = Mapping[str, Any]
+
+FINISH_REASONS = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
+"""Of the API reference of chat completions."""
+
+
+@dataclass
+class Answer:
+    """Attributes:
+    text: content.
+    finish: reason.
+    prompt_tokens, completion_tokens: as the server counted; -1 when a stream did not say.
+    tool_calls: (name, arguments as JSON text).
+    """
+
+    text: str = ""
+    finish: str = ""
+    prompt_tokens: int = -1
+    completion_tokens: int = -1
+    tool_calls: list[tuple[str, str]] = field(default_factory=list)
+
+
+def user(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]
+
+
+def ask(endpoint: Endpoint, messages: Sequence[Message], *, max_tokens: int, **options: Any) -> Answer:
+    """Greedy answer to a chat.
+
+    Raises:
+        Stopped: the answer has not the form of the API.
+        openai.APIError: the server refused or failed.
+    """
+    client: Any = endpoint.client
+    raw = client.chat.completions.with_raw_response.create(
+        model=endpoint.model, messages=list(messages), temperature=0, max_tokens=max_tokens, **options
+    )
+    body = _json(raw.text)
+    try:
+        choice = body["choices"][0]
+        message = choice["message"]
+        usage = body["usage"]
+        answer = Answer(
+            text=message.get("content") or "",
+            finish=choice["finish_reason"],
+            prompt_tokens=int(usage["prompt_tokens"]),
+            completion_tokens=int(usage["completion_tokens"]),
+            tool_calls=[
+                (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()
+            ],
+        )
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise failed("malformed_answer", raw.text, what=repr(error)) from error
+    _check(answer, max_tokens, raw.text)
+    return answer
+
+
+def ask_streamed(endpoint: Endpoint, messages: Sequence[Message], *, max_tokens: int, **options: Any) -> Answer:
+    """The same as `ask`, as a stream of server-sent events whose protocol is checked line by line."""
+    client: Any = endpoint.client
+    with client.chat.completions.with_streaming_response.create(
+        model=endpoint.model,
+        messages=list(messages),
+        temperature=0,
+        max_tokens=max_tokens,
+        stream=True,
+        stream_options={"include_usage": True},
+        **options,
+    ) as response:
+        return parse_stream(response.iter_lines(), max_tokens)
+
+
+def parse_stream(lines: Iterable[str], max_tokens: int) -> Answer:
+    """Answer of an event stream.
+
+    Raises:
+        Stopped: an event that is no JSON, no or several finish reasons, content after the end, no `[DONE]`.
+    """
+    answer, seen, done = Answer(), [], False
+    for line in lines:
+        if not line or line.startswith(":"):
+            continue
+        seen.append(line)
+        if done:
+            raise failed("stream_after_done", *seen[-2:])
+        if not line.startswith("data:"):
+            if line.partition(":")[0] in ("event", "id", "retry"):
+                continue
+            raise failed("stream_no_event", line)
+        payload = line.removeprefix("data:").strip()
+        if payload == "[DONE]":
+            done = True
+        else:
+            _add_event(answer, _json(payload), line)
+    if not answer.finish:
+        raise failed("stream_truncated", *seen[-2:])
+    if not done:
+        raise failed("stream_no_done", *seen[-2:])
+    _check(answer, max_tokens, "\n".join(seen[-3:]))
+    return answer
+
+
+def _add_event(answer: Answer, event: Any, line: str) -> None:
+    try:
+        if usage := event.get("usage"):
+            answer.prompt_tokens = int(usage["prompt_tokens"])
+            answer.completion_tokens = int(usage["completion_tokens"])
+        for choice in event["choices"]:
+            content = choice["delta"].get("content") or ""
+            if answer.finish and (content or choice.get("finish_reason")):
+                raise failed("stream_after_finish", line)
+            answer.text += content
+            answer.finish = choice.get("finish_reason") or answer.finish
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise failed("malformed_answer", line, what=repr(error)) from error
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise failed("no_json", text) from error
+
+
+def _check(answer: Answer, max_tokens: int, evidence: str) -> None:
+    if answer.finish not in FINISH_REASONS:
+        raise failed("finish_unknown", evidence, got=str(answer.finish))
+    if answer.completion_tokens > max_tokens:
+        raise failed("too_many_tokens", evidence, got=answer.completion_tokens, wanted=max_tokens)
+    if answer.completion_tokens >= 0 and (answer.finish == "length") != (answer.completion_tokens == max_tokens):
+        # A stop token may be the last one that was allowed, so `stop` at the bound is right as well.
+        if answer.finish in ("stop", "tool_calls") and answer.completion_tokens == max_tokens:
+            return
+        raise failed("finish_wrong", evidence, got=answer.finish, tokens=answer.completion_tokens, wanted=max_tokens)
