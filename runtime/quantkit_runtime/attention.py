@@ -7,12 +7,12 @@ company in a batch changes what a token sees.
 What the interface cannot express (linear attention, indexers, masks that are neither causal nor a window, rotary
 frequencies that depend on the longest sequence) is found by one probing forward, and not by a list of names.
 
-Shape suffixes: B sequences, T queries, L positions, H heads, G key/value heads, R = H / G, D head dimension.
+Shape suffixes: T tokens or queries, L positions, H heads, G key/value heads, R = H / G, D head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quantkit.errors import first_line
-from quantkit_runtime.kv_cache import KvCache, Layer, LayerSpec
+from quantkit_runtime.kv_cache import KvCache, LayerSpec
 
 NAME = "quantkit_paged"
 PROBE = "quantkit_probe"
@@ -39,6 +39,7 @@ class Step:
         slots: int64 `[T]`, where each token's keys and values go.
         table: int32 `[B, blocks]`, padded with 0.
         lengths: int32 `[B]`, positions of each sequence after this step.
+        decode: the `paged_decode` kernel (see `kernels.reference`).
         chunks: (queries, length) of each sequence; empty when every sequence has one query.
     """
 
@@ -46,6 +47,7 @@ class Step:
     slots: Tensor
     table: Tensor
     lengths: Tensor
+    decode: Callable[..., Tensor]
     chunks: tuple[tuple[int, int], ...] = ()
 
 
@@ -88,87 +90,63 @@ def paged_attention(
     layer.keys.write(step.slots, k_TGD)
     layer.values.write(step.slots, v_TGD)
     if not step.chunks:
-        return _decode(layer, q_THD, step, scaling, softcap, s_aux).unsqueeze(0), None
+        stores = layer.keys.data, layer.keys.scale, layer.values.data, layer.values.scale
+        decoded = step.decode(
+            q_THD, *stores, step.table, step.lengths, scaling, s_aux, layer.spec.window, softcap or 0.0
+        )
+        return decoded.unsqueeze(0), None
     out, first = [], 0
     for row, (queries, length) in enumerate(step.chunks):
-        table = step.table[row : row + 1, : step.cache.format.blocks(length)]
-        k, v = (store.read(table, query.dtype)[:, :, :length] for store in (layer.keys, layer.values))
-        q = q_THD[None, first : first + queries].transpose(1, 2)
-        positions = torch.arange(length - queries, length, device=query.device)[None]
-        out.append(attend(q, k, v, positions, scaling, layer.spec.window, softcap, s_aux, causal=queries == length))
+        table = step.table[row, : step.cache.format.blocks(length)]
+        k, v = (store.read(table, query.dtype)[:, :length] for store in (layer.keys, layer.values))
+        q = q_THD[first : first + queries].transpose(0, 1)
+        out.append(attend(q, k, v, scaling, layer.spec.window, softcap, s_aux))
         first += queries
-    return torch.cat(out, 2).transpose(1, 2), None
-
-
-def _decode(
-    layer: Layer, q_BHD: Tensor, step: Step, scale: float, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    k, v = (store.read(step.table, q_BHD.dtype) for store in (layer.keys, layer.values))
-    positions = (step.lengths - 1).unsqueeze(1)
-    return attend(q_BHD.unsqueeze(2), k, v, positions, scale, layer.spec.window, softcap, sinks).squeeze(2)
+    return torch.cat(out, 1).transpose(0, 1).unsqueeze(0), None
 
 
 def attend(
-    q_BHTD: Tensor,
-    k_BGLD: Tensor,
-    v_BGLD: Tensor,
-    positions_BT: Tensor,
+    q_HTD: Tensor,
+    k_GLD: Tensor,
+    v_GLD: Tensor,
     scale: float,
     window: int = 0,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
-    *,
-    causal: bool = False,
 ) -> Tensor:
-    """Attention of queries at `positions` over keys at 0 to L - 1 -> `[B, H, T, D]`.
+    """Causal attention of the last T of L positions -> `[H, T, D]`.
 
     Args:
         window: a query sees this many positions, itself included; 0 for all before it.
         softcap: scores become `softcap x tanh(score / softcap)`.
         sinks_H: a further score of each head that takes weight and has no value.
-        causal: the queries are all L positions, which torch's fused kernels do without a mask.
     """
-    (b, heads, t, _), (groups, length) = q_BHTD.shape, k_BGLD.shape[1:3]
+    (heads, t, _), (groups, length, _) = q_HTD.shape, k_GLD.shape
     plain = softcap is None and sinks_H is None
-    if plain and causal and (not window or length <= window):
-        return scaled_dot_product_attention(
-            q_BHTD, k_BGLD, v_BGLD, is_causal=True, scale=scale, enable_gqa=groups != heads
-        )
+    if plain and t == length and (not window or length <= window):
+        q, k, v = (x.unsqueeze(0) for x in (q_HTD, k_GLD, v_GLD))
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=groups != heads)[0]
     # the R heads of a group become more queries of that group, so that keys need no repetition
-    q = q_BHTD.reshape(b, groups, -1, q_BHTD.shape[-1])
-    at = torch.arange(length, device=q.device)
-    seen = at <= positions_BT.unsqueeze(-1)
+    q = q_HTD.reshape(groups, -1, q_HTD.shape[-1])
+    seen = torch.ones((t, length), dtype=torch.bool, device=q.device).tril(length - t)
     if window:
-        seen &= at > positions_BT.unsqueeze(-1) - window
-    seen = seen.unsqueeze(1).repeat(1, heads // groups, 1, 1).view(b, 1, -1, length)
+        seen = seen.triu(length - t - window + 1)
+    seen = seen.repeat(heads // groups, 1)
     if plain:
-        out = scaled_dot_product_attention(q, k_BGLD, v_BGLD, attn_mask=seen, scale=scale)
-    else:
-        sinks = None if sinks_H is None else sinks_H.float().view(groups, -1, 1).repeat(1, 1, t).view(1, groups, -1, 1)
-        rows = max(1, _SCORES // (b * groups * length))
-        out = v_BGLD.new_empty((*q.shape[:3], v_BGLD.shape[-1]))
-        for first in range(0, q.shape[2], rows):
-            part = slice(first, first + rows)
-            some_sinks = None if sinks is None else sinks[:, :, part]
-            out[:, :, part] = _explicit(q[:, :, part], k_BGLD, v_BGLD, seen[:, :, part], scale, softcap, some_sinks)
-    return out.reshape(b, heads, t, -1)
-
-
-def _explicit(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    scores = (q @ k.transpose(2, 3)).float() * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores.masked_fill_(~seen, -torch.inf)
-    top = scores.amax(-1, keepdim=True)
-    if sinks is not None:
-        top = torch.maximum(top, sinks)
-    weights = torch.exp(scores - top)
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total += torch.exp(sinks - top)
-    return (weights / total).to(q.dtype) @ v
+        q, k, v = (x.unsqueeze(0) for x in (q, k_GLD, v_GLD))
+        return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale).view(heads, t, -1)
+    sinks = q.new_full((heads,), -torch.inf) if sinks_H is None else sinks_H
+    sinks_GQ1 = sinks.float().view(groups, -1, 1).repeat_interleave(t, 1)
+    rows = max(1, _SCORES // (groups * length))
+    out = v_GLD.new_empty((*q.shape[:2], v_GLD.shape[-1]))
+    for first in range(0, q.shape[1], rows):
+        part = slice(first, first + rows)
+        scores = (q[:, part] @ k_GLD.transpose(1, 2)).float() * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = torch.cat((scores.masked_fill_(~seen[part], -torch.inf), sinks_GQ1[:, part]), -1)
+        out[:, part] = scores.softmax(-1)[..., :-1].to(v_GLD.dtype) @ v_GLD
+    return out.view(heads, t, -1)
 
 
 # --------------------------------------------------------------------------------------------- probe

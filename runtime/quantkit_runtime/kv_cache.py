@@ -9,6 +9,7 @@ Shape suffixes: T tokens, G key/value heads, D head dimension, B sequences, L po
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -110,11 +111,11 @@ class Store:
         self.data[block, :, offset] = x_TGD.to(self.data.dtype)
 
     def read(self, table: Tensor, dtype: torch.dtype) -> Tensor:
-        """Blocks `[B, n]` -> `[B, G, n x block, D]` in `dtype`."""
+        """Blocks `[n]` -> `[G, n x block, D]` in `dtype`."""
         data = self.data[table].to(dtype)
         if self.scale is not None:
             data *= self.scale[table].unsqueeze(-1)
-        return data.transpose(1, 2).flatten(2, 3)
+        return data.transpose(0, 1).flatten(1, 2)
 
 
 class Layer(NamedTuple):
@@ -144,7 +145,7 @@ class KvCache:
             for spec in layers
         }
         self.capacity = (blocks - 1) * fmt.block
-        self.tables: dict[int, list[int]] = {}
+        self.tables: dict[int, array[int]] = {}
         self._free = list(range(blocks - 1, 0, -1))
 
     @property
@@ -159,16 +160,16 @@ class KvCache:
 
     def reserve(self, sequence: int, tokens: int) -> bool:
         """Give a sequence the blocks for its first `tokens` positions; False, and nothing changes, without enough."""
-        table = self.tables.get(sequence, [])
-        missing = self.format.blocks(tokens) - len(table)
+        held = len(self.tables.get(sequence, ()))
+        missing = self.format.blocks(tokens) - held
         if missing > len(self._free):
             return False
-        self.tables[sequence] = table + [self._free.pop() for _ in range(missing)]
+        self.tables.setdefault(sequence, array("i")).extend(self._free.pop() for _ in range(missing))
         return True
 
     def release(self, sequence: int) -> None:
         """Take back all blocks of a sequence."""
-        self._free += reversed(self.tables.pop(sequence, []))
+        self._free += reversed(self.tables.pop(sequence, array("i")))
 
     def slots(self, sequence: int, start: int, stop: int) -> list[int]:
         """Where positions `start` to `stop` of a sequence lie."""

@@ -3,17 +3,106 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from quantkit.archs import Dims
 from quantkit.arithmetic import EXACT_F32_K
 from quantkit_runtime.errors import OutOfMemory
+
+
+@dataclass(frozen=True)
+class MemoryTable:
+    """What a session holds, in bytes, with everything in place; `workspace` is held only during a forward.
+
+    Attributes:
+        weights: parameters and buffers.
+        pool: the KV pool.
+        workspace: measured on the largest prefill and decode step.
+        graphs: recorded decode steps.
+        reserve: left alone.
+        free: what could still be allocated.
+        block: positions of a KV block; most_blocks: how many fit instead of the pool that was asked for.
+    """
+
+    weights: int
+    pool: int
+    workspace: int
+    graphs: int
+    reserve: int
+    free: int
+    block: int
+    most_blocks: int
+
+    @property
+    def peak(self) -> int:
+        return self.weights + self.pool + self.workspace + self.graphs
+
+    def rows(self) -> list[tuple[str, int]]:
+        names = ("weights", "pool", "workspace", "graphs", "peak", "reserve", "free")
+        return [("KV pool" if name == "pool" else name, getattr(self, name)) for name in names]
+
+    def fits(self) -> list[tuple[int, int]]:
+        """(sequences at once, longest context of each) that the card has room for."""
+        most = max(0, self.most_blocks - 1)
+        return [(1 << power, (most >> power) * self.block) for power in range(most.bit_length())]
+
+
+class _Allocations(TorchDispatchMode):
+    """Bytes that operations hold at once: what a card's allocator counts, for hosts, where nothing counts it.
+
+    What an operation allocates and frees inside itself is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now: int = 0
+        self.peak: int = 0
+        self._held: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            storage = leaf.untyped_storage() if isinstance(leaf, Tensor) else None
+            if storage is not None and storage._cdata not in before and storage._cdata not in self._held:
+                self._held[storage._cdata] = weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+        return out
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        self._held.pop(key, None)
+        self.now -= nbytes
+
+
+def measured_peak(device: torch.device, run: Callable[[], object]) -> int:
+    """Most bytes that `run` holds on the device on top of what is held before it."""
+    if device.type == "cuda":
+        run()  # what the first call keeps (handles, workspaces of libraries) is no workspace of later ones
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        return int(torch.cuda.max_memory_allocated(device)) - before
+    allocations = _Allocations()
+    with allocations:
+        run()
+    return allocations.peak
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, those that share memory once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @dataclass(frozen=True)

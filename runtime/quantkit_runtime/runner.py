@@ -1,21 +1,21 @@
 """Forward passes over sequences that keep their past: in the paged cache, or in transformers' own where that must be.
 
-Both runners take the same chunks, so the engine does not know which of them it drives.
+All runners take the same chunks, so the engine does not know which of them it drives.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from quantkit.errors import first_line
 from quantkit_runtime.attention import NAME, Step, implementation
-from quantkit_runtime.kv_cache import KvCache, KvFormat
+from quantkit_runtime.kv_cache import KvCache
 from quantkit_runtime.memory import cache_bytes
-
-if TYPE_CHECKING:
-    from quantkit_runtime.graft import LoadedModel
 
 
 class Chunk(NamedTuple):
@@ -34,46 +34,92 @@ class PagedRunner:
     """Runs packed tokens of many sequences at once.
 
     Args:
-        model: transformers' causal language model whose attention goes through `attention.NAME`.
+        model: transformers' causal language model.
         cache: the pool.
         device: where both lie.
+        decode: the `paged_decode` kernel.
     """
 
-    def __init__(self, model: Any, cache: KvCache, device: torch.device) -> None:
-        self.model, self.cache, self.device = model, cache, device
+    def __init__(self, model: Any, cache: KvCache, device: torch.device, decode: Callable[..., Tensor]) -> None:
+        self.model, self.cache, self.device, self.decode = model, cache, device, decode
         self.reserve, self.release, self.nbytes = cache.reserve, cache.release, cache.nbytes
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self.eager_because = "no graphs were asked for"
 
     def forward(self, chunks: list[Chunk]) -> Tensor:
         """Logits `[B, V]` of the last token of every chunk; their blocks are reserved."""
+        if all(len(chunk.ids) == 1 for chunk in chunks):
+            return self._decode(chunks)
         ids = [token for chunk in chunks for token in chunk.ids]
         positions = [at for chunk in chunks for at in range(chunk.start, chunk.stop)]
-        step = self.step(chunks)
-        last = torch.tensor([len(chunk.ids) for chunk in chunks], device=self.device).cumsum(0) - 1
-        return self.run(self._long([ids]), self._long([positions]), last, step)
-
-    def step(self, chunks: list[Chunk]) -> Step:
-        tables = [self.cache.tables[chunk.sequence] for chunk in chunks]
-        width = max(map(len, tables))
-        padded = [table + [0] * (width - len(table)) for table in tables]
         slots = [slot for chunk in chunks for slot in self.cache.slots(*chunk[:2], chunk.stop)]
-        one_each = all(len(chunk.ids) == 1 for chunk in chunks)
-        return Step(
-            self.cache,
-            self._long(slots),
-            torch.tensor(padded, dtype=torch.int32, device=self.device),
-            torch.tensor([chunk.stop for chunk in chunks], dtype=torch.int32, device=self.device),
-            () if one_each else tuple((len(chunk.ids), chunk.stop) for chunk in chunks),
-        )
+        shapes = tuple((len(chunk.ids), chunk.stop) for chunk in chunks)
+        packed = torch.tensor([ids, positions, slots], device=self.device)
+        table = torch.from_numpy(self._tables(chunks, len(chunks), 0)).to(self.device)
+        return self.prefill(packed, table, shapes)
 
-    def run(self, ids: Tensor, positions: Tensor, last: Tensor, step: Step) -> Tensor:
-        """Packed ids and positions `[1, T]` -> logits `[B, V]` at the places `last`."""
+    def prefill(self, packed_3T: Tensor, table: Tensor, shapes: tuple[tuple[int, int], ...]) -> Tensor:
+        """Ids, positions and slots of packed tokens; (tokens, length after them) of each sequence."""
+        last = torch.tensor([tokens for tokens, _ in shapes], device=self.device).cumsum(0) - 1
+        lengths = torch.tensor([length for _, length in shapes], dtype=torch.int32, device=self.device)
+        return self._run(packed_3T, last, Step(self.cache, packed_3T[2], table, lengths, self.decode, shapes))
+
+    def decode_rows(self, rows: Tensor) -> Tensor:
+        """One token of each sequence from int32 rows `[B, 3 + blocks]`: id, position, slot, block table."""
+        packed = rows[:, :3].T.long()
+        step = Step(self.cache, packed[2], rows[:, 3:], rows[:, 1] + 1, self.decode)
+        return self._run(packed, 0, step)
+
+    def capture(self, batch: int, width: int) -> None:
+        """Record decode steps of 1, 2, 4, ... `batch` sequences with tables of `width` blocks as graphs."""
+        if self.device.type != "cuda":
+            self.eager_because = "graphs need a card"
+            return
+        pool = torch.cuda.graph_pool_handle()
+        sizes = sorted({min(1 << power, batch) for power in range(batch.bit_length() + 1)}, reverse=True)
+        try:
+            for size in sizes:
+                rows = torch.zeros((size, 3 + width), dtype=torch.int32, device=self.device)
+                with torch.cuda.stream(torch.cuda.Stream()):  # lazy initialization must not be recorded
+                    self.decode_rows(rows)
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    logits = self.decode_rows(rows)
+                self.graphs[size] = graph, rows, logits
+        except RuntimeError as error:  # an operation that waits for the device cannot be recorded
+            self.graphs.clear()
+            self.eager_because = first_line(error)
+
+    def _decode(self, chunks: list[Chunk]) -> Tensor:
+        size = min((size for size in self.graphs if size >= len(chunks)), default=0)
+        if not size:
+            return self.decode_rows(torch.from_numpy(self._rows(chunks, len(chunks), 0)).to(self.device))
+        graph, rows, logits = self.graphs[size]
+        rows.copy_(torch.from_numpy(self._rows(chunks, size, rows.shape[1] - 3)))
+        graph.replay()
+        return logits[: len(chunks)]
+
+    def _rows(self, chunks: list[Chunk], size: int, width: int) -> Any:
+        """Rows for `decode_rows`; what is added to reach `size` writes to block 0."""
+        firsts = np.zeros((size, 3), dtype=np.int32)
+        slots = (self.cache.slots(chunk.sequence, chunk.start, chunk.stop)[0] for chunk in chunks)
+        firsts[: len(chunks)] = [(chunk.ids[0], chunk.start, slot) for chunk, slot in zip(chunks, slots, strict=True)]
+        return np.concatenate((firsts, self._tables(chunks, size, width)), axis=1)
+
+    def _tables(self, chunks: list[Chunk], size: int, width: int) -> Any:
+        tables = [self.cache.tables[chunk.sequence] for chunk in chunks]
+        padded = np.zeros((size, width or max(map(len, tables))), dtype=np.int32)
+        for row, table in zip(padded, tables, strict=False):
+            row[: len(table)] = table
+        return padded
+
+    def _run(self, packed_3T: Tensor, last: Any, step: Step) -> Tensor:
+        ids, positions = packed_3T[0:1], packed_3T[1:2]
         with torch.no_grad(), implementation(self.model, NAME):
             out = self.model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=last, step=step)
         logits: Tensor = out.logits[0]
         return logits
-
-    def _long(self, values: Any) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self.device)
 
 
 class TransformersRunner:
@@ -84,6 +130,8 @@ class TransformersRunner:
 
     def __init__(self, model: Any, device: torch.device, why: str) -> None:
         self.model, self.device, self.why = model, device, why
+        self.eager_because = "transformers' cache grows"
+        self.graphs: dict[int, Any] = {}
         self.caches: dict[int, Any] = {}
         self.nbytes = 0  # of all caches, as they were when a sequence last ended
 
@@ -108,9 +156,4 @@ class TransformersRunner:
         return torch.stack(rows)
 
 
-def make_runner(loaded: LoadedModel, fmt: KvFormat, blocks: int) -> PagedRunner | TransformersRunner:
-    """The paged runner with a pool of this many blocks (block 0 included), or the other where the model needs it."""
-    if isinstance(loaded.kv, str):
-        return TransformersRunner(loaded.model, loaded.device.torch, loaded.kv)
-    cache = KvCache(loaded.kv, fmt, blocks, loaded.device.torch)
-    return PagedRunner(loaded.model, cache, loaded.device.torch)
+Runner = PagedRunner | TransformersRunner

@@ -20,7 +20,8 @@ from quantkit_runtime.kv_cache import KvFormat
 from quantkit_runtime.layers import Int8Experts
 from quantkit_runtime.loader import require_folder
 from quantkit_runtime.memory import MemoryPlan, out_of_memory_as_error
-from quantkit_runtime.runner import TransformersRunner, make_runner
+from quantkit_runtime.runner import TransformersRunner
+from quantkit_runtime.session import make_runner
 from quantkit_runtime.tokenizer import encode, load_tokenizer, stop_tokens
 
 SELF_TEST_TOKENS = 3

@@ -14,7 +14,7 @@ from quantkit_runtime import device as devices
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.graft import LoadedModel, load_model
 from quantkit_runtime.kv_cache import KvFormat
-from quantkit_runtime.runner import make_runner
+from quantkit_runtime.session import make_runner
 from tests.runtime import outputs
 
 TINY = ("tiny-minimax-m2", "tiny-deepseek-v3")

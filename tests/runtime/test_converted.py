@@ -23,7 +23,7 @@ from quantkit_runtime.errors import BrokenShard
 from quantkit_runtime.graft import LoadedModel
 from quantkit_runtime.kv_cache import KvFormat
 from quantkit_runtime.layers import Int8Linear
-from quantkit_runtime.runner import make_runner
+from quantkit_runtime.session import make_runner
 from tests.families import FAMILIES, FAMILY_NAMES, VOCAB, make_tiny
 from tests.reference import fake_quantized, transformers_model
 from tests.runtime import outputs

@@ -14,7 +14,8 @@ from quantkit.errors import InputError, UsageError
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.graft import LoadedModel
 from quantkit_runtime.kv_cache import KvFormat
-from quantkit_runtime.runner import Chunk, PagedRunner, TransformersRunner, make_runner
+from quantkit_runtime.runner import Chunk, PagedRunner, TransformersRunner
+from quantkit_runtime.session import make_runner
 from quantkit_runtime.tokenizer import encode, load_tokenizer, stop_tokens
 from tests.families import FAMILY_NAMES, VOCAB, make_tiny
 from tests.reference import transformers_model

@@ -41,6 +41,9 @@ ROWS: tuple[Row, ...] = (
     Row("w8a8_gemm", "plain", "cpu", "f32-chunks", "quantkit_runtime.kernels.reference:w8a8_gemm"),
     Row("w8a8_gemm", "plain", "cuda", "torch._int_mm", "quantkit_runtime.kernels.int_mm:w8a8_gemm"),
     Row("w8a8_gemm", "plain", "hip", "torch._int_mm", "quantkit_runtime.kernels.int_mm:w8a8_gemm"),
+    Row("paged_decode", "plain", "cpu", "torch", "quantkit_runtime.kernels.reference:paged_decode"),
+    Row("paged_decode", "plain", "cuda", "torch", "quantkit_runtime.kernels.reference:paged_decode"),
+    Row("paged_decode", "plain", "hip", "torch", "quantkit_runtime.kernels.reference:paged_decode"),
 )
 
 

@@ -1,0 +1,109 @@
+"""From a loaded model to an engine that fits the device: measure what a forward needs, then size the KV pool.
+
+The largest forwards are run once before the pool exists, at the full context on a pool of one block, so that the
+memory table holds what was measured and not an estimate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from quantkit_runtime.engine import CHUNK, Engine
+from quantkit_runtime.errors import OutOfMemory
+from quantkit_runtime.graft import LoadedModel
+from quantkit_runtime.kernels import registry
+from quantkit_runtime.kv_cache import KvCache, KvFormat
+from quantkit_runtime.memory import MemoryTable, measured_peak, model_bytes
+from quantkit_runtime.runner import PagedRunner, Runner, TransformersRunner
+from quantkit_runtime.sampling import Sampling
+
+RESERVE = 0.03
+"""Share of the free memory that is left alone: for the driver, for libraries that load late, for fragmentation."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked of a session.
+
+    Attributes:
+        context: positions of the longest sequence, new tokens included.
+        batch: sequences that run at once.
+        chunk: tokens of a prefill forward.
+        kv: how a position is kept.
+        graphs: record decode steps as graphs.
+        sampling, stop: see `Engine`.
+    """
+
+    context: int
+    kv: KvFormat
+    batch: int = 1
+    chunk: int = CHUNK
+    graphs: bool = True
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: frozenset[int] = frozenset()
+
+
+def make_runner(loaded: LoadedModel, fmt: KvFormat, blocks: int) -> Runner:
+    """The paged runner with a pool of this many blocks (block 0 included), or the other where the model needs it."""
+    device = loaded.device.torch
+    if isinstance(loaded.kv, str):
+        return TransformersRunner(loaded.model, device, loaded.kv)
+    decode = registry.find("paged_decode", loaded.device.family).run
+    return PagedRunner(loaded.model, KvCache(loaded.kv, fmt, blocks, device), device, decode)
+
+
+def start(loaded: LoadedModel, options: Options) -> tuple[Engine, MemoryTable]:
+    """An engine, and the memory table with everything in place.
+
+    Raises:
+        OutOfMemory: not even one sequence of the full context fits.
+    """
+    device, fmt = loaded.device, options.kv
+    weights, workspace = model_bytes(loaded.model), _workspace(loaded, options)
+    free = device.free_memory()
+    reserve, width = int(free * RESERVE), fmt.blocks(options.context)
+    block = 0 if isinstance(loaded.kv, str) else fmt.block_bytes(loaded.kv)
+    room = (free - workspace - reserve) // block if block else 0
+    if block and room < 1 + width:
+        raise OutOfMemory(
+            f"a sequence of {options.context} positions needs {width} KV blocks of {block} bytes; {room} fit",
+            "give a smaller --context or --chunk, --kv-keys int8 --kv-values int8, or use more cards",
+        )
+    runner = make_runner(loaded, fmt, min(1 + options.batch * width, room))
+    before = device.free_memory()
+    if isinstance(runner, PagedRunner) and options.graphs:
+        runner.capture(options.batch, width)
+    graphs = max(0, before - device.free_memory()) if runner.graphs else 0
+    table = MemoryTable(
+        weights=weights,
+        pool=runner.nbytes,
+        workspace=workspace,
+        graphs=graphs,
+        reserve=reserve,
+        free=device.free_memory(),
+        block=fmt.block,
+        most_blocks=max(0, room - graphs // block if block else 0),
+    )
+    engine = Engine(runner, options.batch, options.chunk, options.stop, options.sampling)
+    return engine, table
+
+
+def _workspace(loaded: LoadedModel, options: Options) -> int:
+    """Bytes that the largest prefill and the largest decode step hold for a while, measured."""
+    runner, device = make_runner(loaded, options.kv, 1), loaded.device.torch
+    if isinstance(runner, TransformersRunner):
+        ids = torch.zeros((1, min(options.chunk, options.context)), dtype=torch.long, device=device)
+        with torch.no_grad():
+            return measured_peak(device, lambda: loaded.model(input_ids=ids, use_cache=False, logits_to_keep=1))
+    tokens, width = min(options.chunk, options.context), options.kv.blocks(options.context)
+    packed = torch.zeros((3, tokens), dtype=torch.long, device=device)
+    packed[1] = torch.arange(options.context - tokens, options.context)
+    table = torch.zeros((1, width), dtype=torch.int32, device=device)
+    rows = torch.zeros((options.batch, 3 + width), dtype=torch.int32, device=device)
+    rows[:, 1] = options.context - 1
+    return max(
+        measured_peak(device, lambda: runner.prefill(packed, table, ((tokens, options.context),))),
+        measured_peak(device, lambda: runner.decode_rows(rows)),
+    )

@@ -1,0 +1,97 @@
+"""The memory table: what it says is what the allocator sees, and what does not fit is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from quantkit_runtime import session
+from quantkit_runtime.device import Device
+from quantkit_runtime.errors import OutOfMemory
+from quantkit_runtime.graft import LoadedModel
+from quantkit_runtime.kv_cache import KvFormat
+from quantkit_runtime.memory import MemoryTable
+from quantkit_runtime.runner import PagedRunner
+from tests.runtime.conftest import TINY
+
+Load = Callable[..., LoadedModel]
+
+
+def kv(keys: str = "int8", values: str = "float32") -> KvFormat:
+    return KvFormat.of(keys, values, torch.float32)
+
+
+def most_allocated(profiler: Any) -> int:
+    """Most bytes held at once by what was allocated meanwhile, from torch's own memory events."""
+    now = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize("keys", ["int8", "float32"])
+@pytest.mark.parametrize("model", TINY)
+def test_the_table_is_what_the_allocator_sees(
+    converted: Callable[..., Path], load: Load, model: str, keys: str
+) -> None:
+    """A full batch of full contexts: pool + workspace within 5 % of the peak that torch's profiler counts."""
+    loaded = load(converted(model))
+    options = session.Options(context=160, kv=kv(keys), batch=3, chunk=128)
+    session.start(loaded, options)  # what a first call leaves behind is not looked for here
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        engine, table = session.start(loaded, options)
+        engine.generate([list(range(3, 153)), list(range(3, 143)), list(range(3, 100))], 10)
+    peak = most_allocated(profiler)
+    assert table.pool + table.workspace == pytest.approx(peak, rel=0.05)
+    stored = {tensor.data_ptr(): tensor.nbytes for tensor in loaded.model.state_dict().values()}
+    assert table.weights == pytest.approx(sum(stored.values()), rel=1e-4)  # rotary frequencies are in no state_dict
+
+
+def test_the_pool_shrinks_to_the_card_and_says_what_fits(
+    converted: Callable[..., Path], load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(converted(TINY[0]))
+    options = session.Options(context=160, kv=kv(), batch=8, chunk=64)
+    assert isinstance(loaded.kv, tuple)
+    block = options.kv.block_bytes(loaded.kv)
+    _, roomy = session.start(loaded, options)
+    assert roomy.pool == (1 + 8 * 10) * block
+
+    def with_free(blocks: float) -> None:
+        free = int((roomy.workspace + blocks * block) / (1 - session.RESERVE)) + 2
+        monkeypatch.setattr(Device, "free_memory", lambda self: free)
+
+    with_free(31)
+    engine, table = session.start(loaded, options)
+    assert isinstance(engine.runner, PagedRunner)
+    assert table.pool == 31 * block
+    assert table.fits() == [(1, 480), (2, 240), (4, 112), (8, 48), (16, 16)]
+    prompts = [list(range(3, 100 + length)) for length in range(8)]
+    got = engine.generate(prompts, 20)
+    assert engine.counts.preemptions > 0
+    monkeypatch.undo()
+    assert session.start(loaded, options)[0].generate(prompts, 20) == got
+    with_free(10)
+    with pytest.raises(OutOfMemory, match="a sequence of 160 positions needs 10 KV blocks"):
+        session.start(loaded, options)
+
+
+def test_rows_add_up() -> None:
+    table = MemoryTable(100, 50, 20, 5, 3, 7, block=16, most_blocks=0)
+    assert dict(table.rows()) == {
+        "weights": 100,
+        "KV pool": 50,
+        "workspace": 20,
+        "graphs": 5,
+        "peak": 175,
+        "reserve": 3,
+        "free": 7,
+    }
+    assert table.fits() == []
