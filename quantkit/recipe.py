@@ -43,13 +43,43 @@ class Rule(_Strict):
         match: glob on the tensor's name on disk, or on its role ("mla.*"); it must match something.
         scheme: what these tensors get.
         reason: why, for the report.
+        layers: decoder layers that it is for; empty: all, and what is outside the layers.
     """
 
     match: str
     scheme: str
     reason: str
+    layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
 
     _scheme = field_validator("scheme")(_known_scheme)
+
+    def matches(self, key: Key, name: str) -> bool:
+        """Whether it is for the tensor `name` (on disk) with `key`."""
+        if self.layers and key.layer not in self.layers:
+            return False
+        return fnmatch.fnmatchcase(name, self.match) or fnmatch.fnmatchcase(key.role, self.match)
+
+
+class AutoGroup(_Strict):
+    """GEMMs get activation scales per group of 128 inputs where that pays most: shards only.
+
+    Attributes:
+        kl: budget of the predicted KL divergence from the source, nats per token, for every kind of text.
+        never: names on disk or roles, as in rules, that are left as they are.
+    """
+
+    kl: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    never: tuple[str, ...] = ()
+
+
+class AutoKeep(AutoGroup):
+    """GEMMs stay in the source's dtype where that pays most.
+
+    Attributes:
+        max_share: most of the weights that would be quantized, as a share of their number.
+    """
+
+    max_share: Annotated[float, Field(gt=0, le=1)] = 0.1
 
 
 class Mix(_Strict):
@@ -100,6 +130,7 @@ class Recipe(_Strict):
         mtp: what happens to draft layers.
         methods: exact transforms of the weights, in order; each entry has a `name` and that method's options
             (`quantkit.calibrate.methods`).
+        auto_group, auto_keep: budgets by which the calibration decides on exceptions; rules come first.
         calibration: how text is drawn.
     """
 
@@ -110,6 +141,8 @@ class Recipe(_Strict):
     roles: dict[str, str] = Field(default_factory=dict)
     mtp: Literal["keep", "drop"] = "keep"
     methods: tuple[SerializeAsAny[MethodOptions], ...] = ()
+    auto_group: AutoGroup | None = None
+    auto_keep: AutoKeep | None = None
     calibration: Calibration = Calibration()
 
     _scheme = field_validator("scheme")(_known_scheme)
@@ -137,19 +170,30 @@ class Recipe(_Strict):
     def scheme_for(self, arch: Architecture, key: Key, name: str) -> Scheme:
         """Scheme of the weight `name` (on disk) with `key`; roles that are never quantized get "keep"."""
         role = arch.role(key.role)
-        for rule in self.rules:
-            if fnmatch.fnmatchcase(name, rule.match) or fnmatch.fnmatchcase(key.role, rule.match):
-                return SCHEMES[rule.scheme]
+        rule = self.rule_for(key, name)
+        if rule is not None:
+            return SCHEMES[rule.scheme]
         return SCHEMES[self.scheme] if role.quantize else SCHEMES["keep"]
 
+    def rule_for(self, key: Key, name: str) -> Rule | None:
+        """The first rule that matches a tensor."""
+        return next((rule for rule in self.rules if rule.matches(key, name)), None)
+
     def unused_rules(self, arch: Architecture, names: dict[str, Key]) -> list[str]:
-        """Patterns of `rules` that match nothing; each is an error of the recipe."""
-        roles = {key.role for key in names.values()}
+        """Patterns of `rules` and `never` that match nothing; each is an error of the recipe."""
+        tables = [table.never for table in (self.auto_group, self.auto_keep) if table is not None]
+        rules = [*self.rules, *(_anywhere(pattern) for table in tables for pattern in table)]
+        roles = {(key.layer, key.role) for key in names.values()}
         return [
             rule.match
-            for rule in self.rules
-            if not fnmatch.filter(roles, rule.match) and not fnmatch.filter(names, rule.match)
+            for rule in rules
+            if not any(rule.matches(Key(layer, role), role) for layer, role in roles)
+            and not any(rule.matches(key, name) for name, key in names.items())
         ]
+
+
+def _anywhere(pattern: str) -> Rule:
+    return Rule(match=pattern, scheme="keep", reason="")
 
 
 def shipped_recipes() -> tuple[str, ...]:

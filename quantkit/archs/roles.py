@@ -215,3 +215,6 @@ FULL_WIDTH_QK_NORMS: dict[str, Role] = {
 }
 """For families whose q/k norms run over all heads at once: they split with the heads, and their sum of squares
 needs an all-reduce under tensor parallelism."""
+
+FUSED_BY_ENGINES: tuple[tuple[str, ...], ...] = (("mla.q_a", "mla.kv_a"),)
+"""Roles that engines join into one GEMM although the source and our shards do not (vLLM: fused_qkv_a_proj)."""

@@ -24,6 +24,10 @@ IMPLEMENTATION = "quantkit_observe"
 OBSERVER = "_quantkit_observer"
 """Attribute of an experts module that holds its observer; absent when nobody observes."""
 
+LINEAR = "_quantkit_linear"
+"""Attribute of an experts module that computes its GEMMs: (projection, expert, x `[S, K]`, weight `[N, K]`, bias) ->
+`[S, N]`; absent: `F.linear` does."""
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -75,10 +79,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """
     observer: ExpertsObserver | None = getattr(self, OBSERVER, None)
     routing = Routing.of(top_k_index, self.num_experts)
-    entering = "gate_up_proj" if self.has_gate else "up_proj"
-    projected = _project(self, "in", entering, hidden_states[routing.token], routing, observer)
+    projected = _project(self, "in", hidden_states[routing.token], routing, observer)
     activated = self._apply_gate(projected) if self.has_gate else self.act_fn(projected)
-    output_SH = _project(self, "down", "down_proj", activated, routing, observer)
+    output_SH = _project(self, "down", activated, routing, observer)
     if observer is not None:
         observer.expert_inputs(self, "in", hidden_states, routing)
         observer.expert_inputs(self, "down", activated, routing)
@@ -91,10 +94,22 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     return output_TH.to(hidden_states.dtype)
 
 
+def is_fused_experts(module: Any) -> bool:
+    """Whether transformers' `use_experts_implementation` made this module."""
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
+
+
+def projection_weight(module: Any, projection: str) -> str:
+    """Name of the parameter of an experts module that holds a projection ("in" or "down") of all experts."""
+    return "down_proj" if projection == "down" else "gate_up_proj" if module.has_gate else "up_proj"
+
+
 def _project(
-    module: Any, projection: str, name: str, x_SK: Tensor, routing: Routing, observer: ExpertsObserver | None
+    module: Any, projection: str, x_SK: Tensor, routing: Routing, observer: ExpertsObserver | None
 ) -> Tensor:
     """One GEMM per expert that has rows -> `[S, N]`; rows of no expert of this module stay zero."""
+    name = projection_weight(module, projection)
+    linear = getattr(module, LINEAR, _float_linear)
     weight = getattr(module, name)
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
     width = weight.shape[2] if module.is_transposed else weight.shape[1]
@@ -104,8 +119,12 @@ def _project(
         if observer is not None:
             observer.expert_rows(module, expert, projection, rows)
         w_NK = weight[expert].T if module.is_transposed else weight[expert]
-        output_SN[start:stop] = F.linear(rows, w_NK, None if bias is None else bias[expert])
+        output_SN[start:stop] = linear(projection, expert, rows, w_NK, None if bias is None else bias[expert])
     return output_SN
+
+
+def _float_linear(_projection: str, _expert: int, x_SK: Tensor, w_NK: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x_SK, w_NK, bias)
 
 
 def _occupied(routing: Routing) -> Iterator[tuple[int, int, int]]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from quantkit.archs import Architecture, Dims, Key
 from quantkit.archs.modeling import parameter_key
 from quantkit.calibrate.data import Batch
-from quantkit.calibrate.experts import OBSERVER, Routing
+from quantkit.calibrate.experts import OBSERVER, Routing, is_fused_experts, projection_weight
 from quantkit.calibrate.measure import BatchMeasurement, Layer
 from quantkit.calibrate.statistics import InputStats
 from quantkit.calibrate.weights import gemm_keys
@@ -71,7 +71,7 @@ class LayerObserver:
         for name, module in layer.named_modules():
             if isinstance(module, nn.Linear):
                 handles += self._attach_linear(name, module)
-            elif _is_fused_experts(module):
+            elif is_fused_experts(module):
                 self._names[id(module)] = name
                 setattr(module, OBSERVER, self)
                 fused.append(module)
@@ -137,16 +137,11 @@ class LayerObserver:
     def _projection_keys(self, module: Any, projection: str) -> list[Key]:
         """Keys of a projection's GEMMs, expert None; a gated projection has two."""
         if (id(module), projection) not in self._keys:
-            leaf = "down_proj" if projection == "down" else "gate_up_proj" if module.has_gate else "up_proj"
-            key = parameter_key(self._layer.arch, f"{self._layer.prefix}.{self._names[id(module)]}.{leaf}")
+            name = f"{self._names[id(module)]}.{projection_weight(module, projection)}"
+            key = parameter_key(self._layer.arch, f"{self._layer.prefix}.{name}")
             parts = self._layer.arch.role(key.role).parts or (key.role,)
             self._keys[id(module), projection] = [key._replace(role=part) for part in parts]
         return self._keys[id(module), projection]
-
-
-def _is_fused_experts(module: nn.Module) -> bool:
-    """Whether transformers' `use_experts_implementation` made this module."""
-    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
 
 
 def missing_gemms(expected: Sequence[Key], observer: LayerObserver, experts_per_token: int) -> list[Key]:

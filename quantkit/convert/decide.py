@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from quantkit.archs import Key, Kind, Stage
 from quantkit.archs.extra import rule_for
+from quantkit.archs.roles import FUSED_BY_ENGINES
 from quantkit.arithmetic import MAX_INT32_K
 from quantkit.checkpoint.reader import Entry, Source
 from quantkit.crosscheck import contradictions
@@ -18,9 +19,6 @@ from quantkit.spec.manifest import Dropped
 from quantkit.spec.scheme import SCHEMES, Scheme
 
 KEEP = SCHEMES["keep"]
-
-_FUSED_BY_ENGINES = (("mla.q_a", "mla.kv_a"),)
-"""Roles that engines join into one GEMM although the source and our shards do not (vLLM: fused_qkv_a_proj)."""
 
 _FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
 
@@ -160,7 +158,7 @@ def _check_recipe(source: Source, recipe: Recipe, form: str, found: Decisions, p
 def _check_groups(source: Source, form: str, found: Decisions, problems: Problems) -> None:
     """Members of one fused GEMM must share a scheme; so must all experts of a layer where engines run them as one."""
     groups: dict[tuple[object, ...], dict[str, str]] = defaultdict(dict)
-    engine_group = {role: group for group in _FUSED_BY_ENGINES for role in group}
+    engine_group = {role: group for group in FUSED_BY_ENGINES for role in group}
     for key, scheme in found.schemes.items():
         role = source.arch.role(key.role)
         label = f"{key.role}{'' if key.expert is None else f' of expert {key.expert}'}"

@@ -1,0 +1,159 @@
+"""A materialized layer with the arithmetic of INT8: which GEMMs are quantized is chosen for each pass through it.
+
+Weights are rounded once and kept beside the float ones, activations are rounded on the fly, products are those of the
+dequantized values. Linear modules get a `forward` of their own, experts with 3-D parameters are reached through
+`quantkit.calibrate.experts`. Within a layer a scheme belongs to a role: experts of a layer always share it.
+
+Peak memory: the quantized weights of one layer in the compute dtype, beside the layer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quantkit.archs import Architecture, Kind
+from quantkit.archs.modeling import parameter_key
+from quantkit.arithmetic import channel_scales, dequantize, quantize, quantize_tokens
+from quantkit.calibrate.experts import LINEAR, is_fused_experts, projection_weight
+from quantkit.spec.scheme import Scheme, group_size_for
+
+Schemes = Mapping[str, Scheme]
+"""Role -> scheme; a role that is left out stays float."""
+
+Rounded = Callable[[str, Tensor], Tensor]
+"""(parameter name below the layer, value as the module holds it, `[..., N, K]`) -> dequantized INT8 of that shape."""
+
+
+def round_to_nearest(_name: str, w_NK: Tensor) -> Tensor:
+    """Weights `[..., N, K]` as INT8 per output channel represents them, in their own dtype."""
+    scale = channel_scales(w_NK)
+    return dequantize(quantize(w_NK, scale), scale).to(w_NK.dtype)
+
+
+def round_tokens(x: Tensor, scheme: Scheme) -> Tensor:
+    """Activations `[..., K]` as `scheme` represents them, in their own dtype."""
+    if not scheme.group_size:
+        q, scale = quantize_tokens(x)
+        return dequantize(q, scale).to(x.dtype)
+    group = group_size_for(x.shape[-1], scheme.group_size)
+    q, scale = quantize_tokens(x, group)
+    return dequantize(q.unflatten(-1, (-1, group)), scale.unsqueeze(-1)).flatten(-2).to(x.dtype)
+
+
+class _Current(threading.local):
+    """What this thread's passes run with."""
+
+    schemes: Schemes = {}
+
+
+class FakeQuantizer:
+    """Runs the layers of one model with chosen schemes.
+
+    Args:
+        arch: record of the model.
+        prefix: of a layer's parameter names, `model.layers.3`.
+        rounded: how weights are rounded.
+    """
+
+    def __init__(self, arch: Architecture, prefix: str, rounded: Rounded = round_to_nearest) -> None:
+        self._arch, self._prefix, self._rounded = arch, prefix, rounded
+        self._current = _Current()
+        self._weights: dict[str, Tensor] = {}
+
+    @contextmanager
+    def attached(self, layer: nn.Module, roles: Collection[str]) -> Iterator[FakeQuantizer]:
+        """Prepare the GEMMs of `roles` in a materialized layer inside the block; without `running` all is float."""
+        changed: list[tuple[nn.Module, str]] = []
+        try:
+            for name, module in layer.named_modules():
+                if isinstance(module, nn.Linear):
+                    changed += self._attach_linear(name, module, roles)
+                elif is_fused_experts(module):
+                    changed += self._attach_experts(name, module, roles)
+            yield self
+        finally:
+            for module, attribute in changed:
+                delattr(module, attribute)
+            self._weights.clear()
+
+    @contextmanager
+    def running(self, schemes: Schemes) -> Iterator[None]:
+        """Passes of this thread inside the block are quantized so."""
+        self._current.schemes = schemes
+        try:
+            yield
+        finally:
+            self._current.schemes = {}
+
+    def _scheme(self, role: str) -> Scheme | None:
+        """Scheme of a role now, None when it is float; a fused weight has that of its parts."""
+        schemes = self._current.schemes
+        found = schemes.get(role) or next(
+            (schemes[part] for part in self._arch.role(role).parts if part in schemes), None
+        )
+        return found if found is not None and found.is_int8 else None
+
+    def _role(self, parameter: str, roles: Collection[str]) -> str:
+        """Role of a GEMM that is wanted, "" for others."""
+        key = parameter_key(self._arch, f"{self._prefix}.{parameter}")
+        role = self._arch.role(key.role)
+        wanted = role.kind is Kind.LINEAR and any(name in roles for name in (role.name, *role.parts))
+        return role.name if wanted else ""
+
+    # ----------------------------------------------------------------------------------------- linear modules
+
+    def _attach_linear(self, name: str, module: nn.Linear, roles: Collection[str]) -> list[tuple[nn.Module, str]]:
+        parameter = f"{name}.weight"
+        role = self._role(parameter, roles)
+        if not role:
+            return []
+        self._weights[parameter] = self._rounded(parameter, module.weight)
+        plain = module.forward
+
+        def forward(x: Tensor) -> Tensor:
+            scheme = self._scheme(role)
+            if scheme is None:
+                return plain(x)
+            return F.linear(round_tokens(x, scheme), self._weights[parameter], module.bias)
+
+        module.forward = forward  # type: ignore[method-assign]  # an instance attribute shadows the method, on purpose
+        return [(module, "forward")]
+
+    # ---------------------------------------------------------------------------------------------- experts
+
+    def _attach_experts(self, name: str, module: Any, roles: Collection[str]) -> list[tuple[nn.Module, str]]:
+        found: dict[str, tuple[str, str]] = {}
+        for projection in ("in", "down"):
+            parameter = projection_weight(module, projection)
+            role = self._role(f"{name}.{parameter}", roles)
+            if role:
+                found[projection] = role, f"{name}.{parameter}"
+                self._weights[f"{name}.{parameter}"] = self._rounded_experts(f"{name}.{parameter}", module, parameter)
+        if not found:
+            return []
+
+        def linear(projection: str, expert: int, x_SK: Tensor, w_NK: Tensor, bias: Tensor | None) -> Tensor:
+            role, parameter = found.get(projection, ("", ""))
+            scheme = self._scheme(role) if role else None
+            if scheme is None:
+                return F.linear(x_SK, w_NK, bias)
+            return F.linear(round_tokens(x_SK, scheme), self._weights[parameter][expert], bias)
+
+        setattr(module, LINEAR, linear)
+        return [(module, LINEAR)]
+
+    def _rounded_experts(self, name: str, module: Any, parameter: str) -> Tensor:
+        """`[E, N, K]`, rounded one expert at a time so that temporaries stay small."""
+        weight: Tensor = getattr(module, parameter)
+        w_ENK = weight.transpose(1, 2) if module.is_transposed else weight
+        rounded = torch.empty(w_ENK.shape, dtype=weight.dtype, device=weight.device)
+        for expert, w_NK in enumerate(w_ENK):
+            rounded[expert] = self._rounded(f"{name}.{expert}", w_NK)
+        return rounded
