@@ -106,6 +106,8 @@ class Calibration(_Strict):
         mix: sources; empty means the shipped text, all kinds alike.
         min_tokens_per_expert: an expert that saw fewer is named in the report.
         batch_tokens: most tokens that go through a layer at once.
+        held_out: further samples, which no statistic sees, on which the quantized model is compared with the source
+            and decisions are taken; 0: neither.
     """
 
     samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 512
@@ -115,6 +117,7 @@ class Calibration(_Strict):
     mix: tuple[Mix, ...] = ()
     min_tokens_per_expert: Annotated[int, Field(ge=0)] = 16
     batch_tokens: Annotated[int, Field(ge=1)] = 8192
+    held_out: Annotated[int, Field(ge=0, le=MAX_SAMPLES)] = 12
 
 
 class Recipe(_Strict):

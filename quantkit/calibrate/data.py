@@ -21,11 +21,14 @@ from torch import Tensor
 
 from quantkit.calibrate.sources import Row, default_mix, read_rows
 from quantkit.errors import InputError, UsageError, first_line
-from quantkit.recipe import Calibration
+from quantkit.recipe import Calibration, Mix
 from quantkit.spec.calibration import SampleRecord
 
 MIN_TOKENS = 8
 """Shorter texts are passed over: their statistics are those of the first positions."""
+
+_HELD_OUT_SHARE = 5
+"""Of so many samples at most one is held out, where text is scarce."""
 
 _CHARS_PER_TOKEN = 32
 """Text beyond this many characters per wanted token is cut before it is tokenized, to save time."""
@@ -134,35 +137,64 @@ def load_tokenizer(root: Path) -> Any:
 
 
 def draw_samples(tokenizer: Any, options: Calibration) -> Samples:
-    """Draw `options.samples` samples; a source that runs dry passes its share on to the others.
+    """The samples of `draw` that statistics are taken on."""
+    return draw(tokenizer, options)[0]
+
+
+def draw(tokenizer: Any, options: Calibration) -> tuple[Samples, Samples]:
+    """Draw `options.samples` samples, and `options.held_out` other ones on which the result is checked.
+
+    A source that runs dry passes its share on to the others.
 
     Raises:
         UsageError: fewer kinds of text than `min_sources`.
         InputError: a source cannot be read, or nothing long enough was found.
     """
     mix = options.mix or default_mix()
-    rows = [read_rows(source) for source in mix]
     encoder = _Encoder(tokenizer, options.seq_len)
-    streams = [encoder.stream(table, np.random.default_rng([options.seed, index])) for index, table in enumerate(rows)]
+    generators = [np.random.default_rng([options.seed, index]) for index in range(len(mix))]
+    streams = [encoder.stream(read_rows(each), generator) for each, generator in zip(mix, generators, strict=True)]
+    drawn, dry = _take(streams, mix, options.samples + options.held_out)
+    parts, held_parts = _hold_out(drawn, options.held_out)
+    samples = [sample for part in parts for sample in part]
+    if not samples:
+        raise InputError(f"no calibration text has {MIN_TOKENS} tokens or more", "give longer texts")
+    held_out = Samples(tuple(sample for part in held_parts for sample in part))
+    warnings = _warnings(options, samples, held_out, [mix[i].data for i in dry], encoder.without_template)
+    result = Samples(tuple(samples), tuple(warnings))
+    _check_kinds(result, options.min_sources)
+    return result, held_out
+
+
+def _take(
+    streams: Sequence[Iterator[Sample]], mix: Sequence[Mix], count: int
+) -> tuple[list[list[Sample]], list[int]]:
+    """`count` samples by weight, a list for each source; and the sources that ran dry."""
     drawn: list[list[Sample]] = [[] for _ in mix]
     dry: list[int] = []
-    while (missing := options.samples - sum(map(len, drawn))) > 0:
+    while (missing := count - sum(map(len, drawn))) > 0 and len(dry) < len(mix):
         flowing = [index for index in range(len(mix)) if index not in dry]
         for index, share in zip(flowing, _shares([mix[i].weight for i in flowing], missing), strict=True):
             taken = list(islice(streams[index], share))
             drawn[index] += taken
             dry += [index] if len(taken) < share else []
-        if len(dry) == len(mix):
-            break
-    samples = tuple(sample for part in drawn for sample in part)
-    if not samples:
-        raise InputError(f"no calibration text has {MIN_TOKENS} tokens or more", "give longer texts")
-    result = Samples(samples, tuple(_warnings(options, samples, [mix[i].data for i in dry], encoder.without_template)))
-    _check_kinds(result, options.min_sources)
-    return result
+    return drawn, dry
 
 
-def _shares(weights: Sequence[float], total: int) -> list[int]:
+def _hold_out(drawn: list[list[Sample]], count: int) -> tuple[list[list[Sample]], list[list[Sample]]]:
+    """Take the last samples of every source, in all `count`, but no more than one of `_HELD_OUT_SHARE`."""
+    sizes = [len(part) for part in drawn]
+    count = min(count, sum(sizes) // _HELD_OUT_SHARE)
+    if not count:
+        return drawn, []
+    cuts = [size - share for size, share in zip(sizes, _shares(sizes, count), strict=True)]
+    return (
+        [part[:cut] for part, cut in zip(drawn, cuts, strict=True)],
+        [part[cut:] for part, cut in zip(drawn, cuts, strict=True)],
+    )
+
+
+def _shares(weights: Sequence[float] | Sequence[int], total: int) -> list[int]:
     """Split `total` by weight; remainders go to the largest fractions, the first of equals first."""
     exact = [total * weight / sum(weights) for weight in weights]
     shares = [int(value) for value in exact]
@@ -182,12 +214,14 @@ def _check_kinds(samples: Samples, min_sources: int) -> None:
 
 
 def _warnings(
-    options: Calibration, samples: Sequence[Sample], dry: Sequence[str], without_template: int
+    options: Calibration, samples: Sequence[Sample], held_out: Samples, dry: Sequence[str], without_template: int
 ) -> Iterator[str]:
     if dry and len(samples) == options.samples:
         yield f"these sources had fewer samples than their share, others were drawn instead: {', '.join(dry)}"
     if len(samples) < options.samples:
         yield f"{options.samples} samples were asked for, the sources hold {len(samples)}"
+    if len(held_out.samples) < options.held_out:
+        yield f"{options.held_out} samples were to be held out, there is text for {len(held_out.samples)}"
     if without_template:
         yield f"the tokenizer has no chat template: {without_template} dialogues were fed as plain text"
 

@@ -33,7 +33,7 @@ from quantkit.spec.scheme import SCHEMES
 ALL = "all"
 """Name of the variant in which everything is quantized that the recipe converts."""
 
-BASE, GROUPED, KEPT = "w8a8", "w8a8-group128", "keep"
+GROUPED, KEPT = "w8a8-group128", "keep"
 
 _SMALLEST_FACTOR, _LARGEST_FACTOR = 0.05, 4.0
 """Bounds of a_l, for layers whose own error hides what they make of errors that come in."""
@@ -44,8 +44,11 @@ Shares = Mapping[str, NDArray[np.float64]]
 
 def to_run_alone(recipe: Recipe, groups: Iterable[Group]) -> list[Alone]:
     """Groups and the schemes under which they are run alone."""
-    names = [BASE, GROUPED] if recipe.auto_group else [BASE]
-    return [Alone(group, tuple(SCHEMES[name] for name in names)) for group in groups]
+
+    def schemes(group: Group) -> list[str]:
+        return list(dict.fromkeys([group.scheme, *([GROUPED] if recipe.auto_group else [])]))
+
+    return [Alone(group, tuple(SCHEMES[name] for name in schemes(group))) for group in groups]
 
 
 @dataclass
@@ -56,20 +59,18 @@ class _Option:
         group: see `Group`.
         shares: as `Shares`.
         scheme: what it has now.
-        was: what it had before any exception.
     """
 
     group: Group
     shares: Shares
-    scheme: str = BASE
-    was: str = field(init=False)
+    scheme: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.was = self.scheme
+        self.scheme = self.group.scheme
 
     def share(self, scheme: str) -> NDArray[np.float64]:
         found = self.shares.get(scheme)
-        return np.zeros_like(self.shares[BASE]) if found is None else found
+        return np.zeros_like(self.shares[self.group.scheme]) if found is None else found
 
     @property
     def now(self) -> NDArray[np.float64]:
@@ -130,7 +131,7 @@ class Decider:
         return np.array([layer.mean_error(name, kind) for kind in self._index])
 
     def _predicted_shares(self) -> dict[str, Shares]:
-        """Group -> its shares; those of the recipe's own scheme add up to 1 for every kind."""
+        """Group -> its shares; those of the recipe's schemes add up to 1 for every kind."""
         reach = self._reach()
         parts = {
             group.name: {
@@ -139,7 +140,7 @@ class Decider:
             }
             for group in self._groups
         }
-        total = sum((part[BASE] for part in parts.values()), np.zeros(len(self._kinds)))
+        total = sum((parts[group.name][group.scheme] for group in self._groups), np.zeros(len(self._kinds)))
         total = np.where(total > 0, total, 1.0)
         return {name: {scheme: value / total for scheme, value in part.items()} for name, part in parts.items()}
 
@@ -149,7 +150,7 @@ class Decider:
         factors = np.ones((layers, len(self._kinds)))
         own = np.zeros((layers, len(self._kinds)))
         for group in self._groups:
-            own[group.layer] += self._errors(group, BASE)
+            own[group.layer] += self._errors(group, group.scheme)
         whole = np.array([[layer.mean_error(ALL, kind) for kind in self._index] for layer in self._results])
         for layer in range(1, layers):
             before = np.maximum(whole[layer - 1], 1e-30)
@@ -176,13 +177,11 @@ class Decider:
         free = [each for each in options if not each.group.pinned and table not in each.group.never]
         taken: list[tuple[_Option, str]] = []
         while (over := self.predicted(options) - budget.kl).max(initial=0.0) > 0:
-            best = max(
-                (each for each in free if each.scheme != scheme and each.group.weights <= room),
-                key=lambda each: self._worth(each, scheme, over),
-                default=None,
-            )
-            if best is None or self._worth(best, scheme, over) <= 0:
+            open_ = [each for each in free if each.scheme != scheme and each.group.weights <= room]
+            worth = [self._worth(each, scheme, over) for each in open_]
+            if max(worth, default=0.0) <= 0:
                 break
+            best = open_[int(np.argmax(worth))]
             taken.append((best, best.scheme))
             best.scheme = scheme
             room -= best.group.weights
@@ -208,7 +207,7 @@ class Decider:
         total = sum(option.group.weights for option in options)
         kept = sum(option.group.weights for option in options if option.scheme == KEPT)
         return FormDecisions(
-            exceptions=tuple(self._decision(option, budget, total) for option in options if option.scheme != BASE),
+            exceptions=tuple(self._decision(option, budget, total) for option in options if option.scheme != option.group.scheme),
             budget=budget,
             predicted_kl=self._by_kind(predicted),
             kept_share=round(kept / total, 6) if total else 0.0,
@@ -217,10 +216,10 @@ class Decider:
 
     def _decision(self, option: _Option, budget: float, total: int) -> Decision:
         group = option.group
-        worst = int(np.argmax(self._kl * option.share(BASE)))
-        share, left = option.share(BASE)[worst], option.now[worst]
+        worst = int(np.argmax(self._kl * option.share(group.scheme)))
+        share, left = option.share(group.scheme)[worst], option.now[worst]
         reason = (
-            f"as {BASE} it is predicted to cause {share:.1%} of the KL divergence on {self._kinds[worst]} "
+            f"as {group.scheme} it is predicted to cause {share:.1%} of the KL divergence on {self._kinds[worst]} "
             f"({self._kl[worst]:.4f}, budget {budget:g}); as {option.scheme} {left:.1%}; "
             f"{group.weights / total:.2%} of the weights"
         )

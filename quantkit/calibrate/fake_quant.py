@@ -123,7 +123,7 @@ class FakeQuantizer:
                 return plain(x)
             return F.linear(round_tokens(x, scheme), self._weights[parameter], module.bias)
 
-        module.forward = forward  # type: ignore[method-assign]  # an instance attribute shadows the method, on purpose
+        setattr(module, "forward", forward)  # noqa: B010  # an instance attribute shadows the method, on purpose
         return [(module, "forward")]
 
     # ---------------------------------------------------------------------------------------------- experts

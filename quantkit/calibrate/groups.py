@@ -26,6 +26,7 @@ class Group:
         layer: index.
         roles: of its GEMMs.
         weights: their number, over all experts.
+        scheme: what the recipe gives them.
         pinned: a rule of the recipe is about one of them, so nothing is decided.
         never: the tables of the recipe ("auto_group", "auto_keep") that leave it as it is.
     """
@@ -34,6 +35,7 @@ class Group:
     layer: int
     roles: tuple[str, ...]
     weights: int
+    scheme: str
     pinned: bool = False
     never: frozenset[str] = frozenset()
 
@@ -68,6 +70,7 @@ def _group(source: Source, recipe: Recipe, layer: int, name: str, stored: list[t
         layer,
         tuple(sorted(roles)),
         sum(math.prod(source.entries[key].shape) for key, _ in stored),
+        recipe.scheme_for(source.arch, *stored[0]).name,
         any(recipe.rule_for(*each) is not None for each in stored),
         frozenset(never),
     )
@@ -92,6 +95,7 @@ def _joined(name: str, members: list[Group]) -> Group:
         members[0].layer,
         tuple(role for each in members for role in each.roles),
         sum(each.weights for each in members),
+        members[0].scheme,
         any(each.pinned for each in members),
         frozenset().union(*(each.never for each in members)),
     )

@@ -15,7 +15,7 @@ from quantkit import __version__
 from quantkit.archs import Key
 from quantkit.archs.modeling import load_config
 from quantkit.calibrate.activations import MEMORY_BUDGET
-from quantkit.calibrate.data import Batch, Samples, draw_samples, load_tokenizer
+from quantkit.calibrate.data import Batch, Samples, draw, load_tokenizer
 from quantkit.calibrate.methods import view_of
 from quantkit.calibrate.weights import GemmWeight, expected_gemms, require_sound
 from quantkit.checkpoint.reader import Source
@@ -41,6 +41,7 @@ class Plan:
         source: checkpoint.
         recipe: as resolved.
         samples: frozen list.
+        held_out: text that no statistic sees.
         gemms: GEMMs that must be observed.
         device: where layers run.
         dtype: of weights and activations there.
@@ -50,6 +51,7 @@ class Plan:
     source: Source
     recipe: Recipe
     samples: Samples
+    held_out: Samples
     gemms: Mapping[Key, GemmWeight]
     device: torch.device
     dtype: torch.dtype
@@ -111,6 +113,7 @@ class Plan:
             "source_digest": self.source.digest(),
             "config_sha256": hashlib.sha256((self.source.root / "config.json").read_bytes()).hexdigest(),
             "samples_sha256": self.samples.digest,
+            "held_out_sha256": self.held_out.digest,
             "compute": f"{self.dtype} on {self.device.type}".removeprefix("torch."),
         }
 
@@ -125,6 +128,7 @@ class Plan:
             "samples": len(self.samples.samples),
             "kinds": list(self.samples.kinds),
             "tokens": self.samples.tokens,
+            "held_out_tokens": self.held_out.tokens,
             "batches": len(self.batches),
             "compute": self.options["compute"],
             "read_bytes": sum(entry.nbytes for entry in self.source.entries.values()),
@@ -167,8 +171,8 @@ def make_plan(root: Path, recipe: Recipe, *, device: str = "auto", memory_budget
     longest = source.dims.max_positions
     if 0 < longest < recipe.calibration.seq_len:
         raise UsageError(f"--seq-len {recipe.calibration.seq_len}: this model has {longest} positions", "choose less")
-    samples = draw_samples(load_tokenizer(root), recipe.calibration)
-    return Plan(source, recipe, samples, gemms, place, dtype, memory_budget)
+    samples, held_out = draw(load_tokenizer(root), recipe.calibration)
+    return Plan(source, recipe, samples, held_out, gemms, place, dtype, memory_budget)
 
 
 def choose_device(name: str) -> tuple[torch.device, torch.dtype]:

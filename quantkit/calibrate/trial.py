@@ -5,8 +5,7 @@ its own error from layer to layer. Groups of GEMMs are also run alone: the layer
 quantized, and what it adds to the output is that group's error. At the end the output head turns a subset of the
 positions into distributions, whose divergence is what everything is judged by.
 
-What enters a layer is spooled (it is little text), so that a killed run goes on after its last finished layer. Peak
-memory: the layer twice, the batches that run side by side, and at the end the output head.
+Peak memory: the layer twice, the batches that run side by side, and at the end the output head.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ import json
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,16 +23,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.calibrate.activations import ActivationStore, LayerInput
-from quantkit.calibrate.data import Batch
+from quantkit.calibrate import experts
+from quantkit.calibrate.activations import LayerInput
+from quantkit.calibrate.data import Samples
 from quantkit.calibrate.experts import is_fused_experts
 from quantkit.calibrate.fake_quant import FakeQuantizer, Rounded, Schemes, round_to_nearest
 from quantkit.calibrate.groups import Group
-from quantkit.calibrate.parallel import in_order
+from quantkit.calibrate.passes import LayerRun, Pass, Streams
+from quantkit.calibrate.plan import Plan
 from quantkit.calibrate.stream import LayerStream
-from quantkit.checkpoint.writer import write_atomic
+from quantkit.checkpoint.reader import Source
+from quantkit.checkpoint.writer import tensor_bytes, write_atomic
 from quantkit.spec.decisions import HeldOut
 from quantkit.spec.scheme import Scheme
+from quantkit.spec.tensorfile import build_header, dtype_name, read_header, read_tensor
+from quantkit.threads import one_thread_per_operation
 
 POSITIONS = 64
 """Positions of a sample whose predictions are compared, evenly spaced."""
@@ -71,12 +74,14 @@ class LayerTrial:
             and `GROUP SCHEME`.
         agreed: variant -> choices of experts that equal the source's.
         choices: the source's choices.
+        ends: of one batch at the last layer: hidden states of `POSITIONS` tokens, one for each stream.
     """
 
     tokens: dict[int, int] = field(default_factory=dict)
     errors: dict[str, dict[int, float]] = field(default_factory=dict)
     agreed: dict[str, int] = field(default_factory=dict)
     choices: int = 0
+    ends: list[Tensor] = field(default_factory=list)
 
     def add(self, other: LayerTrial) -> None:
         """Add the next batch, in the order of the batches."""
@@ -101,139 +106,125 @@ def alone_name(group: str, scheme: str) -> str:
     return f"{group} {scheme}"
 
 
-class Trial:
-    """One trial of a model.
+class TrialPass(Pass):
+    """Runs the float model and the variants beside one another.
 
     Args:
-        folder: for spooled streams and results of layers.
-        batches: held-out text.
-        kinds: names of its kinds; `Batch.kind` counts these.
+        plan: of the calibration; its held-out text is used.
+        source: weights.
+        name: of the records.
         variants: quantized models.
         alone: groups to run alone.
         rounded: layer -> how its weights are rounded.
-        device: where activations are.
     """
+
+    title = "held-out text"
 
     def __init__(
         self,
-        folder: Path,
-        batches: Sequence[Batch],
-        kinds: Sequence[str],
+        plan: Plan,
+        source: Source,
+        name: str,
         variants: Sequence[Variant],
         alone: Sequence[Alone] = (),
         *,
-        device: torch.device,
         rounded: Callable[[int], Rounded] = lambda _layer: round_to_nearest,
     ) -> None:
-        folder.mkdir(exist_ok=True)
-        self._folder, self._batches, self._kinds, self._rounded = folder, batches, kinds, rounded
-        self._variants, self._streams = variants, 1 + len(variants)
+        super().__init__(plan, source)
+        self.name, self.streams = name, 1 + len(variants)
+        self._variants, self._rounded = variants, rounded
         self._alone: dict[int, list[Alone]] = defaultdict(list)
         for each in alone:
             self._alone[each.group.layer].append(each)
-        self._store = ActivationStore(folder, len(batches) * self._streams, spool=True, device=device)
 
     @property
-    def ids(self) -> list[Tensor]:
-        """Token ids of all batches, flat."""
-        return [batch.ids.flatten() for batch in self._batches]
+    def samples(self) -> Samples:
+        return self.plan.held_out
 
-    @property
-    def tokens(self) -> int:
-        return sum(batch.ids.numel() for batch in self._batches)
+    def visit(self, run: LayerRun) -> Callable[[Path], None]:
+        return self._run(run, self._alone[run.index])
 
-    def close(self) -> None:
-        self._store.close()
+    def replay(self, run: LayerRun, record: Path) -> None:
+        """What the streams hand on depends on the rounding, so it is done again."""
+        self._run(run, ())
 
-    # ------------------------------------------------------------------------------------------------- streams
-
-    def embed(self, stream: LayerStream) -> None:
-        """What enters layer 0, inside `LayerStream.embeddings`; all streams begin alike."""
-        for index, batch in enumerate(self._batches):
-            value = stream.embed(batch.ids)
-            for slot in range(self._streams):
-                self._store.put(0, index * self._streams + slot, value)
-        self._store.commit(0)
-
-    def layer(self, stream: LayerStream, layer: int, module: nn.Module, pool: Executor, jobs: int) -> None:
-        """Run one materialized layer; its result is on disk afterwards, and what enters the next one."""
-        self._store.start(layer)
+    def _run(self, run: LayerRun, alone: Sequence[Alone]) -> Callable[[Path], None]:
+        roles = {role for variant in self._variants for role in variant.schemes(run.index)}
+        roles |= {role for each in alone for role in each.group.roles}
+        quantizer = FakeQuantizer(self.source.arch, run.prefix, self._rounded(run.index))
         total = LayerTrial()
-        roles = {role for variant in self._variants for role in variant.schemes(layer)}
-        roles |= {role for each in self._alone[layer] for role in each.group.roles}
-        quantizer = FakeQuantizer(stream.source.arch, f"{stream.prefix}.{layer}", self._rounded(layer))
+        ends: dict[str, Tensor] = {}
 
-        def work(index: int) -> tuple[list[LayerInput], LayerTrial]:
-            return self._batch(stream, layer, index, quantizer, routing)
+        def work(index: int, inputs: Streams) -> tuple[Streams, LayerTrial]:
+            return self._batch(run, index, inputs, alone, quantizer, routing)
 
-        with quantizer.attached(module, roles), _Routing().attached(module) as routing:
-            with closing(in_order(pool, work, len(self._batches), ahead=jobs)) as results:
-                for index, (outputs, found) in enumerate(results):
-                    total.add(found)
-                    for slot, output in enumerate(outputs):
-                        self._store.put(layer + 1, index * self._streams + slot, output)
-        self._store.commit(layer + 1)
-        write_atomic(self._path(layer), [json.dumps(vars(total), sort_keys=True).encode()])
-
-    def forget(self, layer: int) -> None:
-        """What entered a layer is needed no more."""
-        self._store.forget(layer)
+        with (
+            run.stream.materialized(run.index) as module,
+            quantizer.attached(module, roles),
+            _Routing().attached(module) as routing,
+        ):
+            for index, found in run.hand_on(work):
+                total.add(found)
+                ends |= {f"{index}/{stream}": hidden for stream, hidden in enumerate(found.ends)}
+        return lambda path: _save(path, total, ends)
 
     def _batch(
-        self, stream: LayerStream, layer: int, index: int, quantizer: FakeQuantizer, routing: _Routing
-    ) -> tuple[list[LayerInput], LayerTrial]:
-        batch, first = self._batches[index], index * self._streams
-        entering = self._store.get(first)
-        reference = stream.run_layer(layer, entering)
+        self,
+        run: LayerRun,
+        index: int,
+        inputs: Streams,
+        alone: Sequence[Alone],
+        quantizer: FakeQuantizer,
+        routing: _Routing,
+    ) -> tuple[Streams, LayerTrial]:
+        batch, layer = run.batches[index], run.index
+        reference = run.stream.run_layer(layer, inputs[0])
         chosen = routing.take()
         found = LayerTrial({batch.kind: batch.ids.numel()}, choices=0 if chosen is None else chosen.numel())
         outputs = [reference]
-        for slot, variant in enumerate(self._variants, 1):
+        for variant, entering in zip(self._variants, inputs[1:], strict=True):
             with quantizer.running(variant.schemes(layer)):
-                outputs.append(stream.run_layer(layer, self._store.get(first + slot)))
+                outputs.append(run.stream.run_layer(layer, entering))
             found.errors[variant.name] = {batch.kind: relative_error(outputs[-1].hidden, reference.hidden)}
             other = routing.take()
             if chosen is not None and other is not None:
                 found.agreed[variant.name] = agreement(chosen, other)
-        for each in self._alone[layer]:
+        for each in alone:
             for scheme in each.schemes:
                 with quantizer.running(dict.fromkeys(each.group.roles, scheme)):
-                    output = stream.run_layer(layer, entering)
+                    output = run.stream.run_layer(layer, inputs[0])
                 error = relative_error(output.hidden, reference.hidden)
                 found.errors[alone_name(each.group.name, scheme.name)] = {batch.kind: error}
+        if run.is_last:
+            found.ends = [spaced(output.hidden) for output in outputs]
         return outputs, found
 
-    def _path(self, layer: int) -> Path:
-        return self._folder / f"trial-{layer:05d}.json"
+    # ------------------------------------------------------------------------------------------------- results
 
-    def results(self, layers: int) -> list[LayerTrial]:
+    def results(self, records: Sequence[Path]) -> list[LayerTrial]:
         """Results of all layers."""
-        return [_from_json(json.loads(self._path(layer).read_bytes())) for layer in range(layers)]
+        return [_load(path) for path in records]
 
-    # --------------------------------------------------------------------------------------------------- logits
-
-    def finish(self, stream: LayerStream) -> HeldOut:
+    def held_out(self, records: Sequence[Path]) -> HeldOut:
         """The output head on what left the last layer, and everything that was measured."""
         names = [variant.name for variant in self._variants]
-        scores = {(name, batch.kind): Scores() for batch in self._batches for name in names}
-        self._store.start(len(stream))
-        with stream.head():
-            for index, batch in enumerate(self._batches):
-                for log_p, others in self._distributions(stream, index):
-                    for name, log_q in zip(names, others, strict=True):
-                        scores[name, batch.kind].add(log_p, log_q)
+        batches = self.plan.batches_of(self.samples)
+        scores = {(name, batch.kind): Scores() for batch in batches for name in names}
+        for index, log_p, others in self._distributions(records[-1]):
+            for name, log_q in zip(names, others, strict=True):
+                scores[name, batches[index].kind].add(log_p, log_q)
+        results, kinds = self.results(records), self.samples.kinds
 
         def table(value: Callable[[Scores], float]) -> dict[str, dict[str, float]]:
             found: dict[str, dict[str, float]] = {name: {} for name in names}
             for (name, kind), score in scores.items():
-                found[name][self._kinds[kind]] = value(score)
+                found[name][kinds[kind]] = value(score)
             return found
 
-        results = self.results(len(stream))
         return HeldOut(
-            samples=sum(len(batch.ids) for batch in self._batches),
-            tokens=self.tokens,
-            positions={self._kinds[kind]: row.positions for (name, kind), row in scores.items() if name == names[0]},
+            samples=len(self.samples.samples),
+            tokens=self.samples.tokens,
+            positions={kinds[kind]: row.positions for (name, kind), row in scores.items() if name == names[0]},
             kl=table(lambda score: score.mean),
             kl_error=table(lambda score: score.error),
             top1=table(lambda score: score.same / score.positions),
@@ -244,17 +235,27 @@ class Trial:
             },
         )
 
-    def _distributions(self, stream: LayerStream, index: int) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """For each sample of a batch: log probabilities `[positions, V]` of the source, and of the variants."""
-        streams = [self._store.get(index * self._streams + slot).hidden for slot in range(self._streams)]
-        tokens = streams[0].shape[1]
-        where = torch.linspace(0, tokens - 1, min(POSITIONS, tokens), device=streams[0].device).round().long()
-        for sample in range(len(streams[0])):
-            log_p, *others = [
-                stream.head_logits(LayerInput(hidden[sample : sample + 1, where]))[0].float().log_softmax(-1)
-                for hidden in streams
-            ]
-            yield log_p, others
+    def _distributions(self, record: Path) -> Iterator[tuple[int, Tensor, list[Tensor]]]:
+        """For each sample: its batch, log probabilities `[positions, V]` of the source, and those of the variants."""
+        header, plan = read_header(record), self.plan
+        stream = LayerStream(self.source, dtype=plan.dtype, device=plan.device, experts=experts.IMPLEMENTATION)
+        with one_thread_per_operation(), record.open("rb") as file, stream.head():
+            for index in range(len(header.tensors) // self.streams):
+                infos = [header.tensors[f"{index}/{stream_}"] for stream_ in range(self.streams)]
+                hidden = [read_tensor(file.fileno(), info, path=record).to(plan.device) for info in infos]
+                for sample in range(len(hidden[0])):
+                    log_p, *others = [
+                        stream.head_logits(LayerInput(each[sample : sample + 1]))[0].float().log_softmax(-1)
+                        for each in hidden
+                    ]
+                    yield index, log_p, others
+
+
+def spaced(hidden: Tensor) -> Tensor:
+    """`POSITIONS` evenly spaced tokens of `[batch, tokens, ...]`."""
+    tokens = hidden.shape[1]
+    where = torch.linspace(0, tokens - 1, min(POSITIONS, tokens), device=hidden.device).round().long()
+    return hidden[:, where].contiguous()
 
 
 @dataclass
@@ -332,8 +333,17 @@ class _Routing:
         return chosen
 
 
-def _from_json(raw: dict[str, Any]) -> LayerTrial:
+def _save(path: Path, found: LayerTrial, ends: Mapping[str, Tensor]) -> None:
+    """Write a layer's result atomically."""
+    values = {name: getattr(found, name) for name in ("tokens", "errors", "agreed", "choices")}
+    rows = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in ends.items()]
+    header = build_header(rows, {"trial": json.dumps(values)})
+    write_atomic(path, [header, *(tensor_bytes(tensor.cpu()) for tensor in ends.values())])
+
+
+def _load(path: Path) -> LayerTrial:
     """A layer's result; JSON has made strings of the kinds."""
+    raw: dict[str, Any] = json.loads(read_header(path).metadata["trial"])
     errors = {name: {int(kind): value for kind, value in row.items()} for name, row in raw["errors"].items()}
     tokens = {int(kind): count for kind, count in raw["tokens"].items()}
     return LayerTrial(tokens, errors, raw["agreed"], raw["choices"])
