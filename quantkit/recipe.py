@@ -170,6 +170,11 @@ class Recipe(_Strict):
                 raise ValueError(f"method {name}: {'; '.join(problems)}") from error
         return tuple(found)
 
+    @property
+    def decides(self) -> bool:
+        """Whether a calibration decides on exceptions."""
+        return self.auto_group is not None or self.auto_keep is not None
+
     def scheme_for(self, arch: Architecture, key: Key, name: str) -> Scheme:
         """Scheme of the weight `name` (on disk) with `key`; roles that are never quantized get "keep"."""
         role = arch.role(key.role)
@@ -185,7 +190,7 @@ class Recipe(_Strict):
     def unused_rules(self, arch: Architecture, names: dict[str, Key]) -> list[str]:
         """Patterns of `rules` and `never` that match nothing; each is an error of the recipe."""
         tables = [table.never for table in (self.auto_group, self.auto_keep) if table is not None]
-        rules = [*self.rules, *(_anywhere(pattern) for table in tables for pattern in table)]
+        rules = [*self.rules, *(keep_rule(pattern) for table in tables for pattern in table)]
         roles = {(key.layer, key.role) for key in names.values()}
         return [
             rule.match
@@ -195,7 +200,8 @@ class Recipe(_Strict):
         ]
 
 
-def _anywhere(pattern: str) -> Rule:
+def keep_rule(pattern: str) -> Rule:
+    """A rule that keeps what matches a pattern."""
     return Rule(match=pattern, scheme="keep", reason="")
 
 

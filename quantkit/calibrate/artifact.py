@@ -17,6 +17,7 @@ from quantkit.calibrate.data import Samples
 from quantkit.calibrate.passes import record_path
 from quantkit.calibrate.state import INPUT_PREFIX, LAYER_NAME, SCALE_PREFIX, GemmRecord, LayerRecord, load_layer
 from quantkit.calibrate.statistics import InputStats, clipping_shares
+from quantkit.calibrate.trials import checked, decisions_in, held_out_in
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import order_for_alignment, write_atomic, write_tensors
 from quantkit.recipe import Recipe
@@ -30,10 +31,14 @@ from quantkit.spec.calibration import (
     GemmSummary,
     file_sha256,
 )
+from quantkit.spec.decisions import Decisions, HeldOut
 from quantkit.spec.tensorfile import Header, TensorInfo, read_header, read_tensor
 
 HIGH_ERROR = 0.05
 """Relative error of a GEMM input under per-token INT8 from which the report warns."""
+
+LOW_AGREEMENT = 0.995
+"""Share of equal choices of experts below which the report warns."""
 
 
 def write_artifact(out: Path, work: Path, source: Source, recipe: Recipe, samples: Samples) -> CalibrationSummary:
@@ -43,13 +48,41 @@ def write_artifact(out: Path, work: Path, source: Source, recipe: Recipe, sample
     _join(out / SCALES_NAME, headers, SCALE_PREFIX, ".weight_scale")
     _join(out / ACTIVATIONS_NAME, headers, INPUT_PREFIX, "")
     files = {name: file_sha256(out / name) for name in (SCALES_NAME, ACTIVATIONS_NAME)}
-    summary = _summarize(paths, source, recipe, samples, files)
+    summary = _with_trials(_summarize(paths, source, recipe, samples, files), work)
     from quantkit.report.calibration import render
 
     write_atomic(out / REPORT_NAME, [render(summary).encode()])
     text = json.dumps(summary.model_dump(mode="json"), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
     write_atomic(out / SUMMARY_NAME, [f"{text}\n".encode()])
     return summary
+
+
+def _with_trials(summary: CalibrationSummary, work: Path) -> CalibrationSummary:
+    """The summary with what was decided and measured on held-out text."""
+    decided, held_out = decisions_in(work), held_out_in(work)
+    if decided and held_out:
+        decided = checked(decided, held_out)
+    warnings = (*summary.warnings, *_trial_warnings(decided, held_out))
+    return summary.model_copy(update={"decisions": decided, "held_out": held_out, "warnings": warnings})
+
+
+def _trial_warnings(decided: Decisions | None, held_out: HeldOut | None) -> Iterator[str]:
+    for form, row in decided.forms.items() if decided else ():
+        if not row.within_budget:
+            kl = row.measured_kl or row.predicted_kl
+            kind = max(kl, key=kl.__getitem__)
+            yield (
+                f"the {form} form misses its budget of KL divergence {row.budget:g}: {kl[kind]:.4f} on {kind} with "
+                f"{len(row.exceptions)} exceptions, {row.kept_share:.1%} of the weights kept"
+            )
+    for stream, by_layer in held_out.routing.items() if held_out else ():
+        low = {layer: share for layer, share in by_layer.items() if share < LOW_AGREEMENT}
+        if low:
+            worst = min(low, key=low.__getitem__)
+            yield (
+                f"{stream}: in {len(low)} of {len(by_layer)} layers with experts fewer than {LOW_AGREEMENT:.1%} of the "
+                f"choices of experts are the source's; worst: layer {worst} with {low[worst]:.2%}"
+            )
 
 
 def _join(target: Path, headers: Iterable[Header], prefix: str, suffix: str) -> None:

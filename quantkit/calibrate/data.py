@@ -166,9 +166,7 @@ def draw(tokenizer: Any, options: Calibration) -> tuple[Samples, Samples]:
     return result, held_out
 
 
-def _take(
-    streams: Sequence[Iterator[Sample]], mix: Sequence[Mix], count: int
-) -> tuple[list[list[Sample]], list[int]]:
+def _take(streams: Sequence[Iterator[Sample]], mix: Sequence[Mix], count: int) -> tuple[list[list[Sample]], list[int]]:
     """`count` samples by weight, a list for each source; and the sources that ran dry."""
     drawn: list[list[Sample]] = [[] for _ in mix]
     dry: list[int] = []

@@ -6,10 +6,12 @@ layer l and S_l the sum of what the groups of layer l add, a_l = (E_l - S_l) / E
 that come in. So the group's part of the final error is s times the product of the a of all layers after its own, its
 share is that divided by the sum over all groups, and a set of exceptions is predicted to leave
 
-    KL = KL(everything quantized, measured) x (sum of the shares that remain).
+    KL = KL(everything quantized, measured) x (sum of the shares that remain) ^ g.
 
-KL divergence is quadratic in a small error, and errors of different groups are nearly orthogonal, so that their
-squares add up. The prediction is measured afterwards; both stand in the artifact.
+Errors of different groups are nearly orthogonal, so that their squares add up, and KL divergence is quadratic in a
+small error: g is 1. Not so behind a router: a token that goes to another expert changes by a lot, and how many do so
+grows with the error itself, not with its square. So g is measured, with a second quantized stream (`ANCHOR`) in which
+every fourth layer alone is quantized. The prediction is measured afterwards; both stand in the artifact.
 
 Choice: greedily by what an exception takes off the kinds of text that are over the budget, for each weight that it
 concerns; then exceptions that turned out to be unnecessary are taken back.
@@ -24,14 +26,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.archs import Architecture
+from quantkit.calibrate.fake_quant import Schemes
 from quantkit.calibrate.groups import Group, joined_experts
 from quantkit.calibrate.trial import Alone, LayerTrial, alone_name
 from quantkit.recipe import AutoGroup, Recipe
 from quantkit.spec.decisions import ByKind, Decision, Decisions, FormDecisions, GroupError, HeldOut
-from quantkit.spec.scheme import SCHEMES
+from quantkit.spec.scheme import SCHEMES, Scheme
 
 ALL = "all"
 """Name of the variant in which everything is quantized that the recipe converts."""
+
+ANCHOR, ANCHOR_STEP = "anchor", 4
+"""Name of the variant in which only the groups of every `ANCHOR_STEP`th layer are quantized."""
+
+_SMALLEST_EXPONENT, _LARGEST_EXPONENT = 0.2, 1.0
+"""Bounds of g. Above 1 would promise more than the square of the error; below 0.2 hardly anything helps."""
 
 GROUPED, KEPT = "w8a8-group128", "keep"
 
@@ -40,6 +49,17 @@ _SMALLEST_FACTOR, _LARGEST_FACTOR = 0.05, 4.0
 
 Shares = Mapping[str, NDArray[np.float64]]
 """Scheme -> share of the predicted KL divergence by kind of text `[C]`; what is kept has none."""
+
+
+def schemes_of(groups: Iterable[Group], exceptions: Iterable[Decision] = (), step: int = 1) -> dict[int, Schemes]:
+    """Layer -> schemes of its roles, with exceptions; with `step`, of every so many layers only."""
+    found: dict[int, dict[str, Scheme]] = {}
+    for group in groups:
+        if group.layer % step == 0:
+            found.setdefault(group.layer, {}).update(dict.fromkeys(group.roles, SCHEMES[group.scheme]))
+    for each in exceptions:
+        found[each.layer].update(dict.fromkeys(each.roles, SCHEMES[each.scheme]))
+    return dict(found)
 
 
 def to_run_alone(recipe: Recipe, groups: Iterable[Group]) -> list[Alone]:
@@ -104,6 +124,7 @@ class Decider:
         self._kl = np.array([held_out.kl[ALL][kind] for kind in self._kinds])
         self._alone = {each.group.name: each for each in to_run_alone(recipe, groups)}
         self._shares = self._predicted_shares()
+        self._exponent = self._measured_exponent(held_out)
 
     def decide(self) -> Decisions:
         """Exceptions of every form that the recipe has a budget for."""
@@ -121,7 +142,10 @@ class Decider:
                 self._choose(options, recipe.auto_keep, "auto_keep", KEPT, recipe.auto_keep.max_share)
             forms["sharded"] = self._form(options, (recipe.auto_keep or recipe.auto_group).kl)
         return Decisions(
-            measured_kl=self._by_kind(self._kl), groups=tuple(map(self._group_error, self._groups)), forms=forms
+            measured_kl=self._by_kind(self._kl),
+            exponent=self._exponent,
+            groups=tuple(map(self._group_error, self._groups)),
+            forms=forms,
         )
 
     # ---------------------------------------------------------------------------------------------- prediction
@@ -164,9 +188,28 @@ class Decider:
         rows = [self._shares[name] for name in members]
         return {scheme: sum((row[scheme] for row in rows), np.zeros(len(self._kinds))) for scheme in rows[0]}
 
-    def predicted(self, options: Iterable[_Option]) -> NDArray[np.float64]:
+    def _measured_exponent(self, held_out: HeldOut) -> float:
+        """g of the prediction, over all kinds of text; 1 where the anchor tells nothing."""
+        anchored = [group for group in self._groups if group.layer % ANCHOR_STEP == 0]
+        share = sum((self._shares[group.name][group.scheme] for group in anchored), np.zeros(len(self._kinds)))
+        kl = np.array([held_out.kl[ANCHOR][kind] for kind in self._kinds])
+        if not (kl.sum() > 0 and 0 < (self._kl * share).sum() < 0.9 * self._kl.sum()):
+            return 1.0
+        found = np.log(kl.sum() / self._kl.sum()) / np.log((self._kl * share).sum() / self._kl.sum())
+        return float(np.clip(found, _SMALLEST_EXPONENT, _LARGEST_EXPONENT))
+
+    def _left(self, options: Iterable[_Option]) -> NDArray[np.float64]:
+        """Sum of the shares by kind `[C]`."""
+        return sum((option.now for option in options), np.zeros(len(self._kinds)))
+
+    def _allowed(self, kl: float) -> NDArray[np.float64]:
+        """Sum of the shares by kind `[C]` at which the predicted KL divergence is `kl`."""
+        allowed: NDArray[np.float64] = np.power(kl / np.maximum(self._kl, 1e-12), 1 / self._exponent)
+        return allowed
+
+    def _predicted(self, options: Iterable[_Option]) -> NDArray[np.float64]:
         """KL divergence by kind `[C]`."""
-        return self._kl * sum((option.now for option in options), np.zeros(len(self._kinds)))
+        return self._kl * np.power(self._left(options), self._exponent)
 
     # -------------------------------------------------------------------------------------------------- choice
 
@@ -176,38 +219,38 @@ class Decider:
         room = max_share * total
         free = [each for each in options if not each.group.pinned and table not in each.group.never]
         taken: list[tuple[_Option, str]] = []
-        while (over := self.predicted(options) - budget.kl).max(initial=0.0) > 0:
+        allowed = self._allowed(budget.kl)
+        while (over := self._left(options) - allowed).max(initial=0.0) > 0:
             open_ = [each for each in free if each.scheme != scheme and each.group.weights <= room]
-            worth = [self._worth(each, scheme, over) for each in open_]
+            worth = [_worth(each, scheme, over) for each in open_]
             if max(worth, default=0.0) <= 0:
                 break
             best = open_[int(np.argmax(worth))]
             taken.append((best, best.scheme))
             best.scheme = scheme
             room -= best.group.weights
-        if self.predicted(options).max(initial=0.0) <= budget.kl:
-            self._take_back(options, taken, budget.kl)
+        if (self._left(options) <= allowed).all():
+            self._take_back(options, taken, allowed)
 
-    def _worth(self, option: _Option, scheme: str, over: NDArray[np.float64]) -> float:
-        """What an exception takes off the excess over the budget, per weight."""
-        gain = self._kl * (option.now - option.share(scheme))
-        return float(np.minimum(gain, over)[over > 0].sum() / option.group.weights)
-
-    def _take_back(self, options: list[_Option], taken: list[tuple[_Option, str]], budget: float) -> None:
+    def _take_back(
+        self, options: list[_Option], taken: list[tuple[_Option, str]], allowed: NDArray[np.float64]
+    ) -> None:
         """Undo what is not needed, the largest first."""
         for option, before in sorted(taken, key=lambda pair: -pair[0].group.weights):
             chosen, option.scheme = option.scheme, before
-            if self.predicted(options).max() > budget:
+            if not (self._left(options) <= allowed).all():
                 option.scheme = chosen
 
     # ------------------------------------------------------------------------------------------------ records
 
     def _form(self, options: list[_Option], budget: float) -> FormDecisions:
-        predicted = self.predicted(options)
+        predicted = self._predicted(options)
         total = sum(option.group.weights for option in options)
         kept = sum(option.group.weights for option in options if option.scheme == KEPT)
         return FormDecisions(
-            exceptions=tuple(self._decision(option, budget, total) for option in options if option.scheme != option.group.scheme),
+            exceptions=tuple(
+                self._decision(option, budget, total) for option in options if option.scheme != option.group.scheme
+            ),
             budget=budget,
             predicted_kl=self._by_kind(predicted),
             kept_share=round(kept / total, 6) if total else 0.0,
@@ -219,9 +262,9 @@ class Decider:
         worst = int(np.argmax(self._kl * option.share(group.scheme)))
         share, left = option.share(group.scheme)[worst], option.now[worst]
         reason = (
-            f"as {group.scheme} it is predicted to cause {share:.1%} of the KL divergence on {self._kinds[worst]} "
-            f"({self._kl[worst]:.4f}, budget {budget:g}); as {option.scheme} {left:.1%}; "
-            f"{group.weights / total:.2%} of the weights"
+            f"as {group.scheme} it causes {share:.1%} of the error that reaches the output on {self._kinds[worst]}, as "
+            f"{option.scheme} {left:.1%}, with {group.weights / total:.2%} of the weights (KL divergence without "
+            f"exceptions {self._kl[worst]:.4f}, budget {budget:g})"
         )
         return Decision(
             group=group.name,
@@ -245,3 +288,9 @@ class Decider:
 
     def _by_kind(self, values: NDArray[np.float64]) -> ByKind:
         return {kind: float(value) for kind, value in zip(self._kinds, values, strict=True)}
+
+
+def _worth(option: _Option, scheme: str, over: NDArray[np.float64]) -> float:
+    """What an exception takes off the excess over the budget, per weight."""
+    gain = option.now - option.share(scheme)
+    return float(np.minimum(gain, over)[over > 0].sum() / option.group.weights)

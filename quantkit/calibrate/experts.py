@@ -104,9 +104,7 @@ def projection_weight(module: Any, projection: str) -> str:
     return "down_proj" if projection == "down" else "gate_up_proj" if module.has_gate else "up_proj"
 
 
-def _project(
-    module: Any, projection: str, x_SK: Tensor, routing: Routing, observer: ExpertsObserver | None
-) -> Tensor:
+def _project(module: Any, projection: str, x_SK: Tensor, routing: Routing, observer: ExpertsObserver | None) -> Tensor:
     """One GEMM per expert that has rows -> `[S, N]`; rows of no expert of this module stay zero."""
     name = projection_weight(module, projection)
     linear = getattr(module, LINEAR, _float_linear)

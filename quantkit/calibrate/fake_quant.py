@@ -50,7 +50,8 @@ def round_tokens(x: Tensor, scheme: Scheme) -> Tensor:
 class _Current(threading.local):
     """What this thread's passes run with."""
 
-    schemes: Schemes = {}
+    def __init__(self) -> None:
+        self.schemes: Schemes = {}
 
 
 class FakeQuantizer:

@@ -11,7 +11,7 @@ from quantkit.archs import Architecture, Key
 from quantkit.archs.roles import FUSED_BY_ENGINES
 from quantkit.calibrate.weights import gemm_keys
 from quantkit.checkpoint.reader import Source
-from quantkit.recipe import AutoGroup, Recipe, Rule
+from quantkit.recipe import AutoGroup, Recipe, keep_rule
 
 EXPERTS = "experts"
 """Name of the group of all routed experts of a layer, in the checkpoint form."""
@@ -44,10 +44,10 @@ def groups_of(source: Source, recipe: Recipe) -> list[Group]:
     """Groups with quantized GEMMs in the finest form, that of shards: routed experts by part."""
     found: dict[tuple[int, str], list[tuple[Key, str]]] = defaultdict(list)
     for key, entry in source.entries.items():
-        gemms = gemm_keys(source.arch, source.dims, key)
-        if gemms and key.layer is not None and key.layer < source.dims.layers:
-            if recipe.scheme_for(source.arch, key, entry.name).is_int8:
-                found[key.layer, _fused(source.arch, key.role)].append((key, entry.name))
+        if key.layer is None or key.layer >= source.dims.layers or not gemm_keys(source.arch, source.dims, key):
+            continue
+        if recipe.scheme_for(source.arch, key, entry.name).is_int8:
+            found[key.layer, _fused(source.arch, key.role)].append((key, entry.name))
     return [_group(source, recipe, layer, name, found[layer, name]) for layer, name in sorted(found)]
 
 
@@ -63,7 +63,7 @@ def _group(source: Source, recipe: Recipe, layer: int, name: str, stored: list[t
     never = {
         label
         for label, table in tables.items()
-        if table is not None and any(_anywhere(pattern).matches(*each) for pattern in table.never for each in stored)
+        if table is not None and any(keep_rule(pattern).matches(*each) for pattern in table.never for each in stored)
     }
     return Group(
         f"layers.{layer}.{name}",
@@ -74,10 +74,6 @@ def _group(source: Source, recipe: Recipe, layer: int, name: str, stored: list[t
         any(recipe.rule_for(*each) is not None for each in stored),
         frozenset(never),
     )
-
-
-def _anywhere(pattern: str) -> Rule:
-    return Rule(match=pattern, scheme="keep", reason="")
 
 
 def joined_experts(arch: Architecture, groups: Iterable[Group]) -> list[tuple[Group, tuple[str, ...]]]:

@@ -172,6 +172,11 @@ def make_plan(root: Path, recipe: Recipe, *, device: str = "auto", memory_budget
     if 0 < longest < recipe.calibration.seq_len:
         raise UsageError(f"--seq-len {recipe.calibration.seq_len}: this model has {longest} positions", "choose less")
     samples, held_out = draw(load_tokenizer(root), recipe.calibration)
+    if recipe.decides and not held_out.samples:
+        raise UsageError(
+            "auto_group and auto_keep decide on held-out text, and there is none",
+            "give more text, and calibration.held_out more than 0",
+        )
     return Plan(source, recipe, samples, held_out, gemms, place, dtype, memory_budget)
 
 

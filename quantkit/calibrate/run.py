@@ -5,7 +5,8 @@ The passes (`passes.py`), each of them only where the recipe asks for it:
 2. methods that look for their vectors in text, one pass each (`methods.searching`);
 3. decisions (which GEMMs are kept or grouped);
 4. rounding with error feedback, beside what the quantized model so far hands on;
-5. statistics and scales of all GEMMs (`final.py`).
+5. statistics and scales of all GEMMs (`final.py`);
+6. a check on held-out text of what will be written (`trials.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from quantkit.calibrate.artifact import write_artifact
 from quantkit.calibrate.final import StatisticsPass
 from quantkit.calibrate.passes import Pass, Walk
 from quantkit.calibrate.plan import Plan, make_plan
+from quantkit.calibrate.trials import CheckPass, DecisionPass
 from quantkit.errors import UsageError
-from quantkit.outdir import check_place, exclusive, prepare_output
+from quantkit.outdir import WORK_NAME, check_place, exclusive, prepare_output
 from quantkit.recipe import Recipe
 from quantkit.spec.calibration import ARTIFACT_NAMES, SUMMARY_NAME, CalibrationSummary, read_summary
 
@@ -70,7 +72,12 @@ def run_plan(plan: Plan, out: Path, jobs: int = 0) -> Result:
 
 def passes_of(plan: Plan, out: Path) -> Iterator[Pass]:
     """Passes in their order; each is made when those before it have finished and left their results in `out`."""
+    work = out / WORK_NAME
+    if plan.recipe.decides:
+        yield DecisionPass(plan, plan.source)
     yield StatisticsPass(plan, plan.source)
+    if plan.held_out.samples and any(gemm.quantized for gemm in plan.gemms.values()):
+        yield CheckPass(plan, plan.source, work)
 
 
 def _check_complete(out: Path) -> None:

@@ -13,6 +13,7 @@ from quantkit.archs.assemble import Location
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import WrittenTensor, write_atomic
 from quantkit.convert.compute import CalibratedScales
+from quantkit.convert.decided import with_decisions
 from quantkit.convert.execute import Done, Runner, SourceSpec, execute, local
 from quantkit.convert.plan import DEFAULT_SHARD_BYTES, plan
 from quantkit.convert.source_check import damaged, damaged_files
@@ -80,6 +81,7 @@ def prepare(
     source = spec.open()
     source_digest = source.digest()
     digest = _calibration_digest(calibration, source_digest, recipe) if calibration else ""
+    recipe = with_decisions(recipe, source, form, calibration)
     scales = CalibratedScales(calibration, source) if calibration else None
     planned = plan(source, recipe, form=form, mesh=mesh, max_shard_bytes=max_shard_bytes, scales=scales, layout=layout)
     options = {

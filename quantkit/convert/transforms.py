@@ -27,7 +27,7 @@ def open_transformed(root: Path, recipe: Recipe, *, ignore_index: bool = False, 
     source = open_source(root, ignore_index=ignore_index, extra_roles=recipe.roles)
     if not recipe.methods:
         return source
-    made = _made_by(root)
+    made = made_by(root)
     if made is None or not made.transforms:
         return view_of(source, recipe.methods, artifact=artifact, without_drafts=recipe.mtp == "drop")
     if made.recipe.get("methods") != recipe.model_dump(mode="json")["methods"]:
@@ -41,11 +41,11 @@ def open_transformed(root: Path, recipe: Recipe, *, ignore_index: bool = False, 
 def steps_of(source: Source) -> tuple[Step, ...]:
     """All steps that the weights of a source went through, now or in the conversion that made it."""
     now = transforms_of(source).steps
-    made = None if now else _made_by(source.root)
+    made = None if now else made_by(source.root)
     return now if made is None else made.transforms
 
 
-def _made_by(root: Path) -> Manifest | None:
+def made_by(root: Path) -> Manifest | None:
     """Manifest of the conversion that made a folder."""
     path = manifest_path(root)
     try:

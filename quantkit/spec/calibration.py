@@ -16,6 +16,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from quantkit.errors import InputError
+from quantkit.spec.decisions import Decisions, HeldOut
 
 SUMMARY_NAME = "calibration.json"
 SCALES_NAME = "scales.safetensors"
@@ -122,6 +123,8 @@ class CalibrationSummary(_Strict):
         evaluation: of the quantized model, when it was measured.
         expert_tokens: layer -> tokens of each expert.
         files: sha256 of the artifact's tensor files by name.
+        decisions: exceptions and why, where the recipe has a budget for them.
+        held_out: the quantized model beside the source on text that no statistic saw.
         warnings: whatever a person should look at, each a sentence.
     """
 
@@ -140,6 +143,8 @@ class CalibrationSummary(_Strict):
     evaluation: tuple[EvaluationRow, ...] = ()
     expert_tokens: dict[int, tuple[int, ...]]
     files: dict[str, str]
+    decisions: Decisions | None = None
+    held_out: HeldOut | None = None
     warnings: tuple[str, ...] = ()
 
     @property

@@ -101,10 +101,12 @@ class Decisions(_Strict):
 
     Attributes:
         measured_kl: kind -> KL divergence without exceptions, weights rounded to nearest.
+        exponent: of the predicted KL divergence over the share of the error that remains; 1 where nothing is routed.
         groups: every group that a decision could be about, in the order of the layers.
         forms: "checkpoint", "sharded" -> its exceptions.
     """
 
     measured_kl: ByKind
+    exponent: float
     groups: tuple[GroupError, ...]
     forms: dict[str, FormDecisions]

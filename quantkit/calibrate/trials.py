@@ -1,0 +1,94 @@
+"""The two trials of a calibration: one to decide on, one to check what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from quantkit.calibrate.decisions import ALL, ANCHOR, ANCHOR_STEP, Decider, schemes_of, to_run_alone
+from quantkit.calibrate.fake_quant import Rounded, round_to_nearest
+from quantkit.calibrate.groups import groups_of
+from quantkit.calibrate.plan import Plan
+from quantkit.calibrate.trial import TrialPass, Variant
+from quantkit.checkpoint.reader import Source
+from quantkit.checkpoint.writer import write_atomic
+from quantkit.spec.decisions import Decisions, FormDecisions, HeldOut
+
+_DECISIONS, _HELD_OUT = "decisions.json", "held-out.json"
+"""Files of the work folder; `calibration.json` holds both in the end."""
+
+
+class DecisionPass(TrialPass):
+    """Every group alone and all together, weights rounded to nearest; then the recipe's budgets decide."""
+
+    title = "decide"
+
+    def __init__(self, plan: Plan, source: Source) -> None:
+        self._groups = groups_of(source, plan.recipe)
+        everything, some = schemes_of(self._groups), schemes_of(self._groups, step=ANCHOR_STEP)
+        variants = [
+            Variant(ALL, lambda layer: everything.get(layer, {})),
+            Variant(ANCHOR, lambda layer: some.get(layer, {})),
+        ]
+        super().__init__(plan, source, "decide", variants, to_run_alone(plan.recipe, self._groups))
+
+    def finish(self, records: Sequence[Path], out: Path) -> None:
+        path = records[0].parent / _DECISIONS
+        if not path.is_file():
+            held_out, results = self.held_out(records), self.results(records)
+            decider = Decider(self.plan.recipe, self.source.arch, self._groups, results, held_out, self.samples.kinds)
+            write_atomic(path, [decider.decide().model_dump_json().encode()])
+
+
+class CheckPass(TrialPass):
+    """What will be written, beside the source; one stream for each form whose exceptions differ.
+
+    Args:
+        work: folder that holds the decisions, if there are any.
+        rounded: layer -> how its weights were rounded.
+    """
+
+    title = "check"
+
+    def __init__(
+        self,
+        plan: Plan,
+        source: Source,
+        work: Path,
+        rounded: Callable[[int], Rounded] = lambda _layer: round_to_nearest,
+    ) -> None:
+        groups, decided = groups_of(source, plan.recipe), decisions_in(work)
+        tables = (
+            {ALL: schemes_of(groups)}
+            if decided is None
+            else {form: schemes_of(groups, row.exceptions) for form, row in decided.forms.items()}
+        )
+        variants = [Variant(name, lambda layer, table=table: table.get(layer, {})) for name, table in tables.items()]  # type: ignore[misc]
+        super().__init__(plan, source, "check", variants, rounded=rounded)
+
+    def finish(self, records: Sequence[Path], out: Path) -> None:
+        path = records[0].parent / _HELD_OUT
+        if not path.is_file():
+            write_atomic(path, [self.held_out(records).model_dump_json().encode()])
+
+
+def decisions_in(work: Path) -> Decisions | None:
+    """What a `DecisionPass` decided, None when there was none."""
+    path = work / _DECISIONS
+    return Decisions.model_validate_json(path.read_bytes()) if path.is_file() else None
+
+
+def held_out_in(work: Path) -> HeldOut | None:
+    """What a `CheckPass` measured, None when there was none."""
+    path = work / _HELD_OUT
+    return HeldOut.model_validate_json(path.read_bytes()) if path.is_file() else None
+
+
+def checked(decided: Decisions, held_out: HeldOut) -> Decisions:
+    """Decisions with what was measured with them."""
+
+    def one(form: str, row: FormDecisions) -> FormDecisions:
+        kl = held_out.kl[form]
+        return row.model_copy(update={"measured_kl": kl, "within_budget": max(kl.values()) <= row.budget})
+
+    return decided.model_copy(update={"forms": {form: one(form, row) for form, row in decided.forms.items()}})
