@@ -155,7 +155,9 @@ def draw(tokenizer: Any, options: Calibration) -> tuple[Samples, Samples]:
     generators = [np.random.default_rng([options.seed, index]) for index in range(len(mix))]
     streams = [encoder.stream(read_rows(each), generator) for each, generator in zip(mix, generators, strict=True)]
     drawn, dry = _take(streams, mix, options.samples + options.held_out)
-    parts, held_parts = _hold_out(drawn, options.held_out)
+    scarce = sum(map(len, drawn)) < options.samples + options.held_out
+    count = min(options.held_out, sum(map(len, drawn)) // _HELD_OUT_SHARE) if scarce else options.held_out
+    parts, held_parts = _hold_out(drawn, count)
     samples = [sample for part in parts for sample in part]
     if not samples:
         raise InputError(f"no calibration text has {MIN_TOKENS} tokens or more", "give longer texts")
@@ -180,9 +182,8 @@ def _take(streams: Sequence[Iterator[Sample]], mix: Sequence[Mix], count: int) -
 
 
 def _hold_out(drawn: list[list[Sample]], count: int) -> tuple[list[list[Sample]], list[list[Sample]]]:
-    """Take the last samples of every source, in all `count`, but no more than one of `_HELD_OUT_SHARE`."""
+    """Take the last samples of every source, in all `count`."""
     sizes = [len(part) for part in drawn]
-    count = min(count, sum(sizes) // _HELD_OUT_SHARE)
     if not count:
         return drawn, []
     cuts = [size - share for size, share in zip(sizes, _shares(sizes, count), strict=True)]

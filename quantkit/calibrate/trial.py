@@ -245,7 +245,7 @@ class TrialPass(Pass):
                 hidden = [read_tensor(file.fileno(), info, path=record).to(plan.device) for info in infos]
                 for sample in range(len(hidden[0])):
                     log_p, *others = [
-                        stream.head_logits(LayerInput(each[sample : sample + 1]))[0].float().log_softmax(-1)
+                        stream.logits(LayerInput(each[sample : sample + 1]))[0].float().log_softmax(-1)
                         for each in hidden
                     ]
                     yield index, log_p, others

@@ -24,7 +24,7 @@ def tokenizer(minimax: Path) -> Any:
 
 
 def draw(tokenizer: Any, *mix: Mix, **options: Any) -> Samples:
-    return draw_samples(tokenizer, Calibration(mix=mix, **{"samples": 24, "seq_len": 40, **options}))
+    return draw_samples(tokenizer, Calibration(mix=mix, **{"samples": 24, "seq_len": 40, "held_out": 0, **options}))
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
