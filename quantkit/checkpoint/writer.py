@@ -32,7 +32,7 @@ class WrittenFile:
     sha256: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class WrittenTensor:
     """Where a tensor's data lies in its file, and the xxh3-128 of the data as hex."""
 

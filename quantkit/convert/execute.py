@@ -48,7 +48,7 @@ class SourceSpec:
         return open_transformed(self.root, self.recipe, ignore_index=self.ignore_index, artifact=self.calibration)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Done:
     """Outcome of a unit of work, as it stands in the journal."""
 
@@ -58,7 +58,7 @@ class Done:
     tensors: tuple[WrittenTensor, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Job:
     """A unit of work: write `planned`, copy `copy`, or hash the source file `hashed`. `size` is for the progress."""
 

@@ -32,8 +32,9 @@ from quantkit.spec.manifest import (
     OutputFile,
     SourceFile,
     TensorRecord,
-    manifest_bytes,
+    manifest_chunks,
     read_manifest,
+    sealed,
 )
 from quantkit.spec.mesh import Mesh
 from quantkit.threads import available_cores
@@ -146,13 +147,16 @@ def run(prepared: Prepared, out: Path, jobs: int = 0, *, runner: Runner | None =
     if folder.finished:
         return _finished(out, name)
     with exclusive(folder):
-        if not (out / name).is_file():  # another process may have ended since
-            runner = runner or local(jobs or default_jobs())
-            done = execute(prepared.plan, prepared.source, prepared.spec, folder, runner)
-            _check_read(prepared, folder, done)
-            write_atomic(out / name, [manifest_bytes(_manifest(prepared, folder, done))])
+        if (out / name).is_file():  # another process has ended since
+            folder.clear_work()
+            return read_manifest(out / name)
+        runner = runner or local(jobs or default_jobs())
+        done = execute(prepared.plan, prepared.source, prepared.spec, folder, runner)
+        _check_read(prepared, folder, done)
+        manifest = sealed(_manifest(prepared, folder, done))
+        write_atomic(out / name, manifest_chunks(manifest))
         folder.clear_work()
-    return read_manifest(out / name)
+    return manifest
 
 
 def _finished(out: Path, name: str) -> Manifest:

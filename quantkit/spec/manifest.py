@@ -209,7 +209,7 @@ def read_manifest(path: Path) -> Manifest:
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
         raise InputError(f"{path} is not a quantkit manifest", "convert again", items=problems) from error
-    if raw != manifest_bytes(manifest):
+    if not _is_canonical(raw, manifest):
         raise InputError(f"{path} was changed or damaged since it was written", "copy it again, or convert again")
     outside = sorted({file.name for file in manifest.files if not _inside(file.name)})
     if outside:
@@ -221,32 +221,64 @@ def _inside(name: str) -> bool:
     return bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
+def sealed(manifest: Manifest) -> Manifest:
+    """The same manifest with its digest filled in."""
+    digest = hashlib.sha256()
+    for piece in manifest_chunks(manifest.model_copy(update={"digest": ""})):
+        digest.update(piece)
+    return manifest.model_copy(update={"digest": digest.hexdigest()})
+
+
 def manifest_bytes(manifest: Manifest) -> bytes:
     """Canonical JSON (sorted keys, one line) with the digest filled in."""
-    values = manifest.model_dump(mode="json", exclude={"tensors", "digest"})
-    texts = {name: _canonical(value) for name, value in values.items()}
-    # one record at a time: the records as dictionaries would take several times the memory of all their text
-    texts["tensors"] = b"[" + b", ".join(_canonical(_values(record)) for record in manifest.tensors) + b"]"
-    digest = hashlib.sha256()
-    for piece in _document({**texts, "digest": b'""'}):
-        digest.update(piece)
-    return b"".join(_document({**texts, "digest": _canonical(digest.hexdigest())}))
+    return b"".join(manifest_chunks(sealed(manifest)))
 
 
-_TENSOR_FIELDS = tuple(field.name for field in fields(TensorRecord))
+def manifest_chunks(manifest: Manifest) -> Iterator[bytes]:
+    """The canonical JSON of a manifest as it stands, some hundred kilobytes at a time; sealed, it is what is written."""
+    return (text for _, text in _pieces(manifest))
+
+
+def _is_canonical(raw: bytes, manifest: Manifest) -> bool:
+    """Whether `raw` is what `manifest_bytes` would write, digest included."""
+    digest, position, view = hashlib.sha256(), 0, memoryview(raw)
+    for name, text in _pieces(manifest):
+        if view[position : position + len(text)] != text:
+            return False
+        digest.update(b'""' if name == "digest" else text)
+        position += len(text)
+    return position == len(raw) and digest.hexdigest() == manifest.digest
+
+
+_TENSOR_FIELDS = tuple(sorted(field.name for field in fields(TensorRecord)))
+_RECORDS_AT_ONCE = 512
+
+
+def _pieces(manifest: Manifest) -> Iterator[tuple[str, bytes]]:
+    """(field, or "" for what stands between fields; its text) in order: a JSON object on one line."""
+    values = manifest.model_dump(mode="json", exclude={"tensors"})
+    lead = "{"
+    for name in sorted(type(manifest).model_fields):
+        yield "", f'{lead}"{name}": '.encode()
+        lead = ", "
+        if name == "tensors":
+            yield from ((name, text) for text in _record_texts(manifest.tensors))
+        else:
+            yield name, _canonical(values[name])
+    yield "", b"}\n"
+
+
+def _record_texts(records: tuple[TensorRecord, ...]) -> Iterator[bytes]:
+    """A JSON array, some records at a time: all of them as dictionaries or as text would take gigabytes."""
+    yield b"["
+    for start in range(0, len(records), _RECORDS_AT_ONCE):
+        part = _canonical([_values(record) for record in records[start : start + _RECORDS_AT_ONCE]])
+        yield (b", " if start else b"") + part[1:-1]
+    yield b"]"
 
 
 def _values(record: TensorRecord) -> dict[str, Any]:
     return {name: getattr(record, name) for name in _TENSOR_FIELDS}
-
-
-def _document(texts: dict[str, bytes]) -> Iterator[bytes]:
-    """The JSON object of these keys and the JSON texts of their values, and a line feed."""
-    for number, (name, text) in enumerate(sorted(texts.items())):
-        lead = ", " if number else "{"
-        yield f'{lead}"{name}": '.encode()
-        yield text
-    yield b"}\n"
 
 
 def _canonical(value: Any) -> bytes:
