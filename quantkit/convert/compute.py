@@ -80,6 +80,8 @@ class Producer:
     def __init__(self, source: Source, scales: CalibratedScales | None = None) -> None:
         self._source, self._calibrated = source, scales
         self._scales: dict[str, Tensor] = {}
+        # made once for all tensors: a new one for each few rows leaves holes in the heap that add up
+        self._scratch = torch.empty(ROUND_ELEMENTS)
 
     def produce(self, tensor: PlannedTensor) -> Iterator[Tensor]:
         """Contiguous parts of `tensor` in row order, in its dtype.
@@ -133,16 +135,21 @@ class Producer:
             return
         for (first, _), w_NK in self._rows(piece):
             step = max(1, ROUND_ELEMENTS // w_NK.shape[-1])
-            scratch = torch.empty(min(step, len(w_NK)), w_NK.shape[-1])
             for start in range(0, len(w_NK), step):
                 rows = w_NK[start : start + step]
-                part = scratch[: len(rows)].copy_(rows)
+                part = self._float32(rows)
                 scale = channel_scales(part)
                 if not bool(scale.isfinite().all()):
                     raise self._not_finite(piece, scale, first + start)
                 if self._calibrated is not None:
                     scale = self._calibrated.rows(piece, (first + start, first + start + len(part)))
                 yield quantize_scratch(part, scale), scale
+
+    def _float32(self, rows: Tensor) -> Tensor:
+        """A float32 copy of some rows, good until the next one is asked for."""
+        if rows.numel() > self._scratch.numel():
+            self._scratch = torch.empty(rows.numel())
+        return self._scratch[: rows.numel()].view(rows.shape).copy_(rows)
 
     def _passed_through(self, piece: Location) -> Iterator[tuple[Tensor, Tensor]]:
         entry = self._source.entries[piece.key]
