@@ -235,7 +235,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 
 def manifest_chunks(manifest: Manifest) -> Iterator[bytes]:
-    """The canonical JSON of a manifest as it stands, some hundred kilobytes at a time; sealed, it is what is written."""
+    """The canonical JSON of a manifest as it stands, some hundred kilobytes at a time; it is written sealed."""
     return (text for _, text in _pieces(manifest))
 
 
