@@ -210,7 +210,7 @@ def probe_layers(model: Any) -> tuple[LayerSpec, ...] | str:
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError) as error:
         return f"transformers' model does not run through its attention interface ({first_line(error)})"
     layers = [spec for spec in probe if isinstance(spec, LayerSpec)]
-    filled = [index for index in range(len(cache.layers)) if cache.get_seq_length(index)]
-    if len(layers) == len(probe) and [spec.layer for spec in layers] != filled:
+    here = {module.layer_idx for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)}
+    if len(layers) == len(probe) and [spec.layer for spec in layers] != sorted(here):
         probe.append("not every layer calls the attention interface once")
     return next((problem for problem in probe if isinstance(problem, str)), tuple(layers))

@@ -99,6 +99,7 @@ def _workspace(loaded: LoadedModel, options: Options) -> int:
             return measured_peak(device, lambda: loaded.model(input_ids=ids, use_cache=False, logits_to_keep=1))
     tokens, width = min(options.chunk, options.context), options.kv.blocks(options.context)
     packed = torch.zeros((3, tokens), dtype=torch.long, device=device)
+    packed[0] = torch.arange(tokens) % loaded.files.dims.vocab  # equal tokens would all go to the same experts
     packed[1] = torch.arange(options.context - tokens, options.context)
     table = torch.zeros((1, width), dtype=torch.int32, device=device)
     rows = torch.zeros((options.batch, 3 + width), dtype=torch.int32, device=device)
