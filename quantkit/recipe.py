@@ -104,7 +104,9 @@ class Calibration(_Strict):
         seed: of every random choice.
         min_sources: fewest kinds of text; statistics of one kind mislead the others.
         mix: sources; empty means the shipped text, all kinds alike.
-        min_tokens_per_expert: an expert that saw fewer is named in the report.
+        min_tokens_per_expert: an expert that saw fewer is starving; it is named in the report.
+        starving_experts: "warn": its activation statistics are those of all experts of its layer; "all_tokens": a
+            sample of the layer's tokens goes through it for statistics only; "error": refused.
         batch_tokens: most tokens that go through a layer at once.
         held_out: further samples, which no statistic sees, on which the quantized model is compared with the source
             and decisions are taken; 0: neither.
@@ -116,6 +118,7 @@ class Calibration(_Strict):
     min_sources: Annotated[int, Field(ge=1)] = 3
     mix: tuple[Mix, ...] = ()
     min_tokens_per_expert: Annotated[int, Field(ge=0)] = 16
+    starving_experts: Literal["warn", "all_tokens", "error"] = "warn"
     batch_tokens: Annotated[int, Field(ge=1)] = 8192
     held_out: Annotated[int, Field(ge=0, le=MAX_SAMPLES)] = 12
 

@@ -20,7 +20,8 @@ from quantkit.calibrate.statistics import InputStats, clipping_shares
 from quantkit.calibrate.trials import checked, decisions_in, held_out_in
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import order_for_alignment, write_atomic, write_tensors
-from quantkit.recipe import Recipe
+from quantkit.errors import InputError
+from quantkit.recipe import Calibration, Recipe
 from quantkit.spec.calibration import (
     ACTIVATIONS_NAME,
     REPORT_NAME,
@@ -45,6 +46,7 @@ def write_artifact(out: Path, work: Path, source: Source, recipe: Recipe, sample
     """Write the four files of the artifact from the records in `work`."""
     paths = [record_path(work, LAYER_NAME, layer) for layer in range(source.dims.layers)]
     headers = [read_header(path) for path in paths]
+    _check_starving(headers, recipe.calibration)
     _join(out / SCALES_NAME, headers, SCALE_PREFIX, ".weight_scale")
     _join(out / ACTIVATIONS_NAME, headers, INPUT_PREFIX, "")
     files = {name: file_sha256(out / name) for name in (SCALES_NAME, ACTIVATIONS_NAME)}
@@ -55,6 +57,21 @@ def write_artifact(out: Path, work: Path, source: Source, recipe: Recipe, sample
     text = json.dumps(summary.model_dump(mode="json"), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
     write_atomic(out / SUMMARY_NAME, [f"{text}\n".encode()])
     return summary
+
+
+def _check_starving(headers: Iterable[Header], options: Calibration) -> None:
+    """Refuse experts that saw too few tokens where the recipe says so."""
+    if options.starving_experts != "error":
+        return
+    gemms = [gemm for header in headers for gemm in json.loads(header.metadata["gemms"])]
+    starving = [gemm for gemm in gemms if gemm["expert"] is not None and gemm["rows"] < options.min_tokens_per_expert]
+    if starving:
+        raise InputError(
+            f"GEMMs of experts saw fewer than {options.min_tokens_per_expert} tokens",
+            "calibrate into a new folder with more text, a smaller calibration.min_tokens_per_expert, or another "
+            "calibration.starving_experts (warn, all_tokens)",
+            items=[f"{gemm['name']}: {gemm['rows']} tokens" for gemm in starving],
+        )
 
 
 def _with_trials(summary: CalibrationSummary, work: Path) -> CalibrationSummary:
@@ -115,10 +132,10 @@ def _summarize(
     paths: Iterable[Path], source: Source, recipe: Recipe, samples: Samples, files: dict[str, str]
 ) -> CalibrationSummary:
     totals = _Totals()
-    min_tokens = recipe.calibration.min_tokens_per_expert
+    options = recipe.calibration
     for layer, path in enumerate(paths):
-        _add_layer(totals, layer, load_layer(path), min_tokens)
-    warnings = (*samples.warnings, *_warnings(totals.gemms, min_tokens))
+        _add_layer(totals, layer, load_layer(path), options)
+    warnings = (*samples.warnings, *_warnings(totals.gemms, options))
     return CalibrationSummary(
         tool_version=__version__,
         recipe=recipe.model_dump(mode="json"),
@@ -137,13 +154,13 @@ def _summarize(
     )
 
 
-def _add_layer(totals: _Totals, layer: int, record: LayerRecord, min_tokens: int) -> None:
+def _add_layer(totals: _Totals, layer: int, record: LayerRecord, options: Calibration) -> None:
     pooled: dict[str, InputStats] = {}
     for gemm in record.gemms:
         stats = record.inputs[gemm.input]
-        if gemm.expert is not None and gemm.rows < min_tokens and gemm.input not in pooled:
+        if _starves(gemm, options) and gemm.input not in pooled:
             pooled[gemm.input] = stats.over_experts()
-        totals.gemms.append(_gemm_summary(layer, gemm, stats, pooled.get(gemm.input), min_tokens))
+        totals.gemms.append(_gemm_summary(layer, gemm, stats, pooled.get(gemm.input), options))
     for role, name in {gemm.role: gemm.input for gemm in record.gemms}.items():
         totals.by_kind[role].append(record.inputs[name].absmax_by_kind)
     rows = Counter({gemm.expert: gemm.rows for gemm in record.gemms if gemm.expert is not None})
@@ -151,11 +168,18 @@ def _add_layer(totals: _Totals, layer: int, record: LayerRecord, min_tokens: int
         totals.expert_tokens[layer] = tuple(rows[expert] for expert in sorted(rows))
 
 
+def _starves(gemm: GemmRecord, options: Calibration) -> bool:
+    return gemm.expert is not None and gemm.rows < options.min_tokens_per_expert
+
+
 def _gemm_summary(
-    layer: int, gemm: GemmRecord, own: InputStats, pooled: InputStats | None, min_tokens: int
+    layer: int, gemm: GemmRecord, own: InputStats, pooled: InputStats | None, options: Calibration
 ) -> GemmSummary:
-    falls_back = gemm.expert is not None and gemm.rows < min_tokens and pooled is not None
-    stats, row = (pooled, 0) if falls_back and pooled is not None else (own, gemm.expert or 0)
+    stats, row, fallback = own, gemm.expert or 0, ""
+    if _starves(gemm, options) and int(own.tokens[row]) > gemm.rows:
+        fallback = f"{int(own.tokens[row]) - gemm.rows} tokens of layer {layer}, sent through it for statistics only"
+    elif _starves(gemm, options) and pooled is not None:
+        stats, row, fallback = pooled, 0, f"all experts of layer {layer}"
     return GemmSummary(
         name=gemm.name,
         role=gemm.role,
@@ -169,7 +193,7 @@ def _gemm_summary(
         group_error=stats.group_relative(row),
         group_size=stats.group_size,
         outlier_channels=len(stats.outlier_channels(row)),
-        fallback=f"all experts of layer {layer}" if falls_back else "",
+        fallback=fallback,
     )
 
 
@@ -184,14 +208,16 @@ def _clipping(by_kind: Mapping[str, list[Tensor]], kinds: tuple[str, ...]) -> It
                     )
 
 
-def _warnings(gemms: list[GemmSummary], min_tokens: int) -> Iterator[str]:
+def _warnings(gemms: list[GemmSummary], options: Calibration) -> Iterator[str]:
     experts = {(gemm.layer, gemm.expert): gemm.tokens for gemm in gemms if gemm.fallback}
     if experts:
         named = ", ".join(f"layer {layer} expert {expert} ({tokens})" for (layer, expert), tokens in experts.items())
         many = f"{len(experts)} expert{'s' if len(experts) > 1 else ''}"
+        fed = options.starving_experts == "all_tokens"
+        instead = "a sample of their layer's tokens, sent through them" if fed else "all experts of their layer"
         yield (
-            f"{many} saw fewer than {min_tokens} tokens; their activation statistics are those of all experts of their "
-            f"layer, their weights are quantized from the weights alone: {named}"
+            f"{many} saw fewer than {options.min_tokens_per_expert} tokens; their activation statistics are those of "
+            f"{instead}, their weights are quantized from the weights alone: {named}"
         )
     high = sorted((gemm for gemm in gemms if gemm.token_error > HIGH_ERROR), key=lambda gemm: -gemm.token_error)
     if high:

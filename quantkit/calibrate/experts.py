@@ -106,19 +106,32 @@ def projection_weight(module: Any, projection: str) -> str:
 
 def _project(module: Any, projection: str, x_SK: Tensor, routing: Routing, observer: ExpertsObserver | None) -> Tensor:
     """One GEMM per expert that has rows -> `[S, N]`; rows of no expert of this module stay zero."""
-    name = projection_weight(module, projection)
-    linear = getattr(module, LINEAR, _float_linear)
-    weight = getattr(module, name)
-    bias = getattr(module, f"{name}_bias") if module.has_bias else None
+    weight = getattr(module, projection_weight(module, projection))
     width = weight.shape[2] if module.is_transposed else weight.shape[1]
     output_SN = x_SK.new_zeros(x_SK.shape[0], width)
     for expert, start, stop in _occupied(routing):
         rows = x_SK[start:stop]
         if observer is not None:
             observer.expert_rows(module, expert, projection, rows)
-        w_NK = weight[expert].T if module.is_transposed else weight[expert]
-        output_SN[start:stop] = linear(projection, expert, rows, w_NK, None if bias is None else bias[expert])
+        output_SN[start:stop] = _project_one(module, projection, expert, rows)
     return output_SN
+
+
+def _project_one(module: Any, projection: str, expert: int, x_SK: Tensor) -> Tensor:
+    """One GEMM of one expert -> `[S, N]`."""
+    name = projection_weight(module, projection)
+    weight, bias = getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
+    w_NK = weight[expert].T if module.is_transposed else weight[expert]
+    linear = getattr(module, LINEAR, _float_linear)
+    output: Tensor = linear(projection, expert, x_SK, w_NK, None if bias is None else bias[expert])
+    return output
+
+
+def activated(module: Any, expert: int, x_SH: Tensor) -> Tensor:
+    """What enters the down projection of one expert for tokens `[S, H]` -> `[S, I]`."""
+    projected = _project_one(module, "in", expert, x_SH)
+    output: Tensor = module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
+    return output
 
 
 def _float_linear(_projection: str, _expert: int, x_SK: Tensor, w_NK: Tensor, bias: Tensor | None) -> Tensor:

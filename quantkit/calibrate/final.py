@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from quantkit.calibrate.activations import LayerInput
@@ -14,6 +15,9 @@ from quantkit.calibrate.passes import LayerRun, Pass
 from quantkit.calibrate.state import LAYER_NAME, GemmRecord, LayerRecord, gemm_name, save_layer
 from quantkit.calibrate.weights import WeightRecorder
 from quantkit.errors import InputError
+
+SAMPLE_ROWS = 512
+"""Rows of a layer that go through experts that starve."""
 
 
 class StatisticsPass(Pass):
@@ -25,8 +29,16 @@ class StatisticsPass(Pass):
         plan = self.plan
         weights = WeightRecorder(self.source, plan.gemms)
         kinds = len(plan.samples.kinds)
+        options = plan.recipe.calibration
+        feeds = options.starving_experts == "all_tokens"
         observer = LayerObserver(
-            self.source.arch, self.source.dims, run.index, run.prefix, kinds=kinds, device=plan.device
+            self.source.arch,
+            self.source.dims,
+            run.index,
+            run.prefix,
+            kinds=kinds,
+            device=plan.device,
+            sample_rows=-(-SAMPLE_ROWS // len(run.batches)) if feeds else 0,
         )
 
         def work(index: int, inputs: list[LayerInput]) -> tuple[list[LayerInput], BatchMeasurement]:
@@ -36,6 +48,8 @@ class StatisticsPass(Pass):
         with run.stream.materialized(run.index, weights.get) as module, observer.attached(module):
             for _, measured in run.hand_on(work):
                 observer.merge(measured)
+            with torch.inference_mode():
+                observer.feed_starving(module, options.min_tokens_per_expert)
         return lambda path: save_layer(path, self._record(run.index, observer, weights))
 
     def _record(self, layer: int, observer: LayerObserver, weights: WeightRecorder) -> LayerRecord:

@@ -32,6 +32,7 @@ class Layer:
         prefix: of its parameter names, `model.layers.3`.
         kinds: number of kinds of text.
         device: where activations are.
+        sample_rows: rows of each batch that are kept of what enters the experts, for those that starve.
     """
 
     arch: Architecture
@@ -40,6 +41,7 @@ class Layer:
     prefix: str
     kinds: int
     device: torch.device
+    sample_rows: int = 0
 
 
 class BatchMeasurement:
@@ -50,6 +52,7 @@ class BatchMeasurement:
         input_of: GEMM -> INPUT.
         rows: GEMM -> rows that entered it.
         routed: int64 `[E]`, rows that the router sent to each fused expert, counted before the experts run.
+        entered: experts module -> some rows `[S, H]` that entered it.
     """
 
     def __init__(self, layer: Layer, batch: Batch) -> None:
@@ -58,6 +61,7 @@ class BatchMeasurement:
         self.input_of: dict[Key, str] = {}
         self.rows: Counter[Key] = Counter()
         self.routed: NDArray[np.int64] = np.zeros(layer.dims.experts, np.int64)
+        self.entered: dict[str, Tensor] = {}
         # holds the inputs alive until the batch is done, so that equal addresses mean equal tensors
         self._current: dict[tuple[str, int], tuple[Tensor, TokenStats]] = {}
         self._expert_absmax: dict[str, Tensor] = {}
@@ -147,6 +151,7 @@ class BatchMeasurement:
         role = self._layer.arch.role(keys[0].role)
         if projection == "in":
             stats = self._shared_stats(role.input, x, name).take(routing.token.cpu().numpy())
+            self._keep_rows(name, x)
         else:
             stats = self._measure(x, f"{name}.{projection}_proj", routing.token)
         found = self._input_name(role.input, per_expert=True)
@@ -154,6 +159,13 @@ class BatchMeasurement:
             self.input_of.update({key._replace(expert=expert): found for expert in range(self._layer.dims.experts)})
         absmax_EK = self._expert_absmax.pop(projection)
         self._stats(found, absmax_EK).add(absmax_EK, self._batch.kind, stats, routing.expert.cpu().numpy())
+
+    def _keep_rows(self, name: str, x_TH: Tensor) -> None:
+        """Evenly spaced rows."""
+        count = min(self._layer.sample_rows, len(x_TH))
+        if count:
+            where = torch.linspace(0, len(x_TH) - 1, count, device=x_TH.device).round().long()
+            self.entered[name] = x_TH[where]
 
     def _shared_stats(self, input_name: str, x_TK: Tensor, module: str) -> TokenStats:
         """Statistics of the tensor that all experts read; measured here unless a neighbour already did."""

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from quantkit.archs import Architecture, Dims, Key
 from quantkit.archs.modeling import parameter_key
 from quantkit.calibrate.data import Batch
-from quantkit.calibrate.experts import OBSERVER, Routing, is_fused_experts, projection_weight
+from quantkit.calibrate.experts import OBSERVER, Routing, activated, is_fused_experts, projection_weight
 from quantkit.calibrate.measure import BatchMeasurement, Layer
-from quantkit.calibrate.statistics import InputStats
+from quantkit.calibrate.statistics import InputStats, channel_absmax, token_stats
 from quantkit.calibrate.weights import gemm_keys
 from quantkit.errors import QuantkitError
 
@@ -46,19 +46,30 @@ class LayerObserver:
         prefix: of the layer's parameter names, `model.layers.3`.
         kinds: number of kinds of text.
         device: where activations are.
+        sample_rows: of each batch, see `Layer`.
 
     Attributes:
         inputs, input_of, rows, routed: those of `BatchMeasurement` over all merged batches.
+        entered: experts module -> the batches' rows.
     """
 
     def __init__(
-        self, arch: Architecture, dims: Dims, layer: int, prefix: str, *, kinds: int, device: torch.device
+        self,
+        arch: Architecture,
+        dims: Dims,
+        layer: int,
+        prefix: str,
+        *,
+        kinds: int,
+        device: torch.device,
+        sample_rows: int = 0,
     ) -> None:
-        self._layer = Layer(arch, dims, layer, prefix, kinds, device)
+        self._layer = Layer(arch, dims, layer, prefix, kinds, device, sample_rows)
         self.inputs: dict[str, InputStats] = {}
         self.input_of: dict[Key, str] = {}
         self.rows: Counter[Key] = Counter()
         self.routed: NDArray[np.int64] = np.zeros(dims.experts, np.int64)
+        self.entered: dict[str, list[Tensor]] = {}
         self._current = _Current()
         self._names: dict[int, str] = {}
         self._keys: dict[tuple[int, str], list[Key]] = {}
@@ -106,6 +117,17 @@ class LayerObserver:
             self.inputs[name] = self.inputs[name].merge(stats) if name in self.inputs else stats
         self.rows.update(batch.rows)
         self.routed += batch.routed
+        for name, rows in batch.entered.items():
+            self.entered.setdefault(name, []).append(rows)
+
+    def feed_starving(self, layer: nn.Module, min_tokens: int) -> None:
+        """Send the kept rows through experts that saw fewer than `min_tokens`: for statistics, after all batches."""
+        for name, rows in self.entered.items():
+            module, x_SH = layer.get_submodule(name), torch.cat(rows)
+            for expert in np.flatnonzero(self.routed < min_tokens).tolist():
+                for projection, x in (("in", x_SH), ("down", activated(module, expert, x_SH))):
+                    key = self._projection_keys(module, projection)[0]._replace(expert=expert)
+                    self.inputs[self.input_of[key]].add_unrouted(expert, channel_absmax(x), token_stats(x))
 
     def _attach_linear(self, name: str, module: nn.Module) -> list[Any]:
         key = parameter_key(self._layer.arch, f"{self._layer.prefix}.{name}.weight")

@@ -140,6 +140,16 @@ class InputStats:
         self.token_error += np.bincount(owner, tokens.token_error, experts)
         self.group_error += np.bincount(owner, tokens.group_error, experts)
 
+    def add_unrouted(self, row: int, absmax_K: Tensor, tokens: TokenStats) -> None:
+        """Add rows to one expert that its router did not send there, of no kind of text in particular."""
+        self.absmax[row] = torch.maximum(self.absmax[row], absmax_K)
+        self.tokens[row] += len(tokens.absmax)
+        bins = np.searchsorted(EDGES, tokens.absmax, side="right")
+        self.histogram[row] += np.bincount(bins, minlength=len(EDGES) + 1)
+        self.square[row] += tokens.square.sum(dtype=np.float64)
+        self.token_error[row] += tokens.token_error.sum(dtype=np.float64)
+        self.group_error[row] += tokens.group_error.sum(dtype=np.float64)
+
     def merge(self, other: InputStats) -> InputStats:
         """Statistics of both sets of tokens."""
         return InputStats(
