@@ -100,10 +100,12 @@ class Calibration(_Strict):
 
     Attributes:
         samples: number of samples.
-        seq_len: longest sample in tokens; longer ones are cut.
+        seq_len: longest sample in tokens; longer texts are split.
+        packing: texts of one kind are joined, so that every sample is full.
         seed: of every random choice.
         min_sources: fewest kinds of text; statistics of one kind mislead the others.
         mix: sources; empty means the shipped text, all kinds alike.
+        evaluation: files of the text that the result will be judged by; a warning tells where it was seen here.
         min_tokens_per_expert: an expert that saw fewer is starving; it is named in the report.
         starving_experts: "warn": its activation statistics are those of all experts of its layer; "all_tokens": a
             sample of the layer's tokens goes through it for statistics only; "error": refused.
@@ -114,9 +116,11 @@ class Calibration(_Strict):
 
     samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 512
     seq_len: Annotated[int, Field(ge=2)] = 512
+    packing: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     min_sources: Annotated[int, Field(ge=1)] = 3
     mix: tuple[Mix, ...] = ()
+    evaluation: tuple[str, ...] = ()
     min_tokens_per_expert: Annotated[int, Field(ge=0)] = 16
     starving_experts: Literal["warn", "all_tokens", "error"] = "warn"
     batch_tokens: Annotated[int, Field(ge=1)] = 8192

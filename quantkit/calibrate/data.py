@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from quantkit.calibrate.overlap import overlaps
 from quantkit.calibrate.sources import Row, default_mix, read_rows
 from quantkit.errors import InputError, UsageError, first_line
 from quantkit.recipe import Calibration, Mix
@@ -26,6 +28,11 @@ from quantkit.spec.calibration import SampleRecord
 
 MIN_TOKENS = 8
 """Shorter texts are passed over: their statistics are those of the first positions."""
+
+MAX_WINDOWS = 16
+"""Windows that are cut out of one text; what follows is passed over, so that reading a book costs a bounded time."""
+
+_Ids = NDArray[np.int32]
 
 _HELD_OUT_SHARE = 5
 """Of so many samples at most one is held out, where text is scarce."""
@@ -151,7 +158,7 @@ def draw(tokenizer: Any, options: Calibration) -> tuple[Samples, Samples]:
         InputError: a source cannot be read, or nothing long enough was found.
     """
     mix = options.mix or default_mix()
-    encoder = _Encoder(tokenizer, options.seq_len)
+    encoder = _Encoder(tokenizer, options)
     generators = [np.random.default_rng([options.seed, index]) for index in range(len(mix))]
     streams = [encoder.stream(read_rows(each), generator) for each, generator in zip(mix, generators, strict=True)]
     drawn, dry = _take(streams, mix, options.samples + options.held_out)
@@ -162,7 +169,10 @@ def draw(tokenizer: Any, options: Calibration) -> tuple[Samples, Samples]:
     if not samples:
         raise InputError(f"no calibration text has {MIN_TOKENS} tokens or more", "give longer texts")
     held_out = Samples(tuple(sample for part in held_parts for sample in part))
-    warnings = _warnings(options, samples, held_out, [mix[i].data for i in dry], encoder.without_template)
+    warnings = [
+        *_warnings(options, samples, held_out, [mix[i].data for i in dry], encoder.without_template),
+        *overlaps(tokenizer, options.evaluation, (*samples, *held_out.samples)),
+    ]
     result = Samples(tuple(samples), tuple(warnings))
     _check_kinds(result, options.min_sources)
     return result, held_out
@@ -225,6 +235,13 @@ def _warnings(
         yield f"the tokenizer has no chat template: {without_template} dialogues were fed as plain text"
 
 
+def encode(tokenizer: Any, text: str, *, special: bool = True) -> _Ids:
+    """Token ids `[tokens]` of a text, with the tokenizer's special tokens when `special`."""
+    # lengths are ours to check, so that the tokenizer does not warn about texts beyond the model's window
+    ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    return np.asarray(ids, dtype=np.int32)
+
+
 class _Encoder:
     """Turns rows into samples, each token sequence once.
 
@@ -232,29 +249,52 @@ class _Encoder:
         without_template: dialogues that were fed as plain text.
     """
 
-    def __init__(self, tokenizer: Any, seq_len: int) -> None:
-        self._tokenizer, self._seq_len = tokenizer, seq_len
+    def __init__(self, tokenizer: Any, options: Calibration) -> None:
+        self._tokenizer, self._seq_len, self._packing = tokenizer, options.seq_len, options.packing
         self._seen: set[str] = set()
         self.without_template = 0
 
     def stream(self, rows: Sequence[Row], generator: np.random.Generator) -> Iterator[Sample]:
-        """Samples of `rows` in a random order."""
-        for position in generator.permutation(len(rows)):
-            row = rows[int(position)]
-            sample = Sample(self._encode(row)[: self._seq_len], row.kind, row.source)
-            if len(sample.ids) >= min(MIN_TOKENS, self._seq_len) and sample.sha256 not in self._seen:
+        """Samples of `rows` in a random order: the first window of every row, then the second ones, and so on."""
+        order = [rows[int(position)] for position in generator.permutation(len(rows))]
+        windows = self._packed(order) if self._packing else self._split(order)
+        for ids, row in windows:
+            sample = Sample(torch.from_numpy(ids.astype(np.int64)), row.kind, row.source)
+            if len(ids) >= min(MIN_TOKENS, self._seq_len) and sample.sha256 not in self._seen:
                 self._seen.add(sample.sha256)
                 yield sample
 
-    def _encode(self, row: Row) -> Tensor:
+    def _split(self, rows: Iterable[Row]) -> Iterator[tuple[_Ids, Row]]:
+        """Windows of `seq_len` tokens, those of one text far apart."""
+        left: list[tuple[_Ids, Row]] = []
+        for row in rows:
+            ids = self._encode(row)
+            yield ids[: self._seq_len], row
+            left += [(ids[self._seq_len :], row)] if len(ids) > self._seq_len else []
+        while left:
+            yield from ((ids[: self._seq_len], row) for ids, row in left)
+            left = [(ids[self._seq_len :], row) for ids, row in left if len(ids) > self._seq_len]
+
+    def _packed(self, rows: Iterable[Row]) -> Iterator[tuple[_Ids, Row]]:
+        """Windows of exactly `seq_len` tokens, texts of one kind one after the other; at the end what is left."""
+        buffers: dict[str, tuple[_Ids, Row]] = {}
+        for row in rows:
+            before = buffers.get(row.kind)
+            ids = self._encode(row)
+            ids = ids if before is None else np.concatenate((before[0], ids))
+            whole = len(ids) - len(ids) % self._seq_len
+            for start in range(0, whole, self._seq_len):
+                yield ids[start : start + self._seq_len], row
+            buffers[row.kind] = ids[whole:], row
+        yield from buffers.values()
+
+    def _encode(self, row: Row) -> _Ids:
         special = True
         text = row.text
         if row.messages:
             text, special = self._dialogue(row)
-        text = text[: self._seq_len * _CHARS_PER_TOKEN]
-        # lengths are ours to check, so that the tokenizer does not warn about texts beyond the model's window
-        ids = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-        return torch.tensor(ids, dtype=torch.int64)
+        text = text[: self._seq_len * _CHARS_PER_TOKEN * MAX_WINDOWS]
+        return encode(self._tokenizer, text, special=special)[: self._seq_len * MAX_WINDOWS]
 
     def _dialogue(self, row: Row) -> tuple[str, bool]:
         """Text of a dialogue and whether the tokenizer must still add its special tokens."""

@@ -38,6 +38,12 @@ Killed or out of space: run the same command again, finished layers are kept.
     help="Source of text, NAME_OR_PATH[=WEIGHT]; builtin:KIND, a JSONL, JSON, Parquet or text file, or a Hugging Face "
     "data set. Repeatable. Default: the recipe's, else all shipped kinds.",
 )
+@click.option(
+    "--evaluation",
+    multiple=True,
+    metavar="FILE",
+    help="Text that the result will be judged by; a warning tells where calibration has seen it. Repeatable.",
+)
 @click.option("--samples", type=click.IntRange(1), help="Number of samples.")
 @click.option("--seq-len", type=click.IntRange(2), help="Longest sample in tokens.")
 @click.option("--seed", type=int, help="Of the draw.")
@@ -51,6 +57,7 @@ def command(
     out: Path,
     recipe: str,
     data: tuple[str, ...],
+    evaluation: tuple[str, ...],
     device: str,
     jobs: int | None,
     dry_run: bool,
@@ -64,7 +71,7 @@ def command(
     from quantkit.recipe import load_recipe
 
     check_place(out, model)
-    resolved = _override(load_recipe(recipe), data, force_sources, overrides)
+    resolved = _override(load_recipe(recipe), data, evaluation, force_sources, overrides)
     plan = make_plan(model, resolved, device=device)
     if dry_run:
         _show_plan(plan.describe(), as_json)
@@ -80,7 +87,13 @@ def command(
         )
 
 
-def _override(recipe: Recipe, data: tuple[str, ...], force_sources: bool, overrides: dict[str, int | None]) -> Recipe:
+def _override(
+    recipe: Recipe,
+    data: tuple[str, ...],
+    evaluation: tuple[str, ...],
+    force_sources: bool,
+    overrides: dict[str, int | None],
+) -> Recipe:
     """The recipe with the options of the command line in its calibration section."""
     from quantkit.calibrate.sources import parse_spec
     from quantkit.recipe import validated
@@ -88,6 +101,8 @@ def _override(recipe: Recipe, data: tuple[str, ...], force_sources: bool, overri
     changes: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
     if data:
         changes["mix"] = tuple(parse_spec(spec).model_dump() for spec in data)
+    if evaluation:
+        changes["evaluation"] = evaluation
     if force_sources:
         changes["min_sources"] = 1
     values = recipe.model_dump()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from quantkit.calibrate.data import Samples, draw_samples, load_tokenizer
+from quantkit.calibrate.data import draw as draw_both
 from quantkit.calibrate.sources import builtin_kinds, parse_spec, read_rows
 from quantkit.errors import InputError, UsageError
 from quantkit.recipe import Calibration, Mix
@@ -66,13 +67,72 @@ def test_batches_hold_every_sample_once_without_padding(tokenizer: Any) -> None:
 def test_duplicates_are_drawn_once_and_a_dry_source_passes_its_share_on(tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"text": f"{LONG}{number % 3}"} for number in range(50)]
     path = write_jsonl(tmp_path / "few.jsonl", rows)
-    samples = draw(tokenizer, Mix(data=str(path)), Mix(data="builtin:code"), Mix(data="builtin:math"))
+    samples = draw(tokenizer, Mix(data=str(path)), Mix(data="builtin:code"), Mix(data="builtin:math"), seq_len=200)
     assert Counter(sample.kind for sample in samples.samples)["few"] == 3
     assert len(samples.samples) == 24
     assert any(str(path) in warning for warning in samples.warnings)
-    alone = draw(tokenizer, Mix(data=str(path)), min_sources=1)
+    alone = draw(tokenizer, Mix(data=str(path)), min_sources=1, seq_len=200)
     assert len(alone.samples) == 3
     assert alone.warnings == ("24 samples were asked for, the sources hold 3",)
+
+
+def numbers(tokenizer: Any, tmp_path: Path, *counts: int) -> tuple[Mix, list[list[int]]]:
+    """A file of texts of about so many tokens, and their token ids."""
+    texts = [" ".join(str(7 * number + text * 10**5) for number in range(count)) for text, count in enumerate(counts)]
+    path = write_jsonl(tmp_path / "numbers.jsonl", [{"text": text} for text in texts])
+    return Mix(data=str(path)), [tokenizer(text)["input_ids"] for text in texts]
+
+
+def test_long_texts_are_split_first_windows_first(tokenizer: Any, tmp_path: Path) -> None:
+    mix, ids = numbers(tokenizer, tmp_path, 60, 60, 3)
+    samples = draw(tokenizer, mix, min_sources=1).samples
+    found = [sample.ids.tolist() for sample in samples]
+    assert sorted(map(tuple, found)) == sorted(
+        tuple(text[start : start + 40]) for text in ids for start in range(0, len(text), 40) if len(text) - start >= 8
+    )
+    assert {tuple(text[:40]) for text in ids} == set(map(tuple, found[:3]))
+
+
+def test_packing_fills_every_sample(tokenizer: Any, tmp_path: Path) -> None:
+    mix, ids = numbers(tokenizer, tmp_path, 9, 20, 33, 5)
+    samples = draw(tokenizer, mix, min_sources=1, packing=True).samples
+    lengths = [len(sample.ids) for sample in samples]
+    total = sum(map(len, ids))
+    assert lengths[:-1] == [40] * (total // 40)
+    joined = [token for sample in samples for token in sample.ids.tolist()]
+    assert len(joined) == total
+    assert all(any(joined[i : i + len(text)] == text for i in range(total)) for text in ids)
+
+
+def test_held_out_text_is_other_text(tokenizer: Any) -> None:
+    options = Calibration(samples=24, seq_len=40, held_out=6)
+    drawn, held_out = draw_both(tokenizer, options)
+    assert (len(drawn.samples), len(held_out.samples)) == (24, 6)
+    assert held_out.kinds == drawn.kinds
+    assert not {each.sha256 for each in drawn.samples} & {each.sha256 for each in held_out.samples}
+    assert held_out.digest == draw_both(tokenizer, options)[1].digest
+
+
+def test_scarce_text_is_held_out_sparingly(tokenizer: Any, tmp_path: Path) -> None:
+    mix, _ = numbers(tokenizer, tmp_path, *[20] * 15)
+    drawn, held_out = draw_both(tokenizer, Calibration(mix=(mix,), min_sources=1, seq_len=2000, held_out=12))
+    assert (len(drawn.samples), len(held_out.samples)) == (12, 3)
+    assert "12 samples were to be held out, there is text for 3" in drawn.warnings
+
+
+def test_evaluation_text_that_was_calibrated_on_is_told(tokenizer: Any, tmp_path: Path) -> None:
+    """Whole and as a part of a longer text; what only shares a few words is not."""
+    mix, _ = numbers(tokenizer, tmp_path, 90, 90)
+    seen = json.loads((tmp_path / "numbers.jsonl").read_text().splitlines()[1])["text"]
+    parts = [seen, f"Before. {seen[100:330]} After.", f"{seen[:14]} and then {LONG}", LONG]
+    file = write_jsonl(tmp_path / "judge.jsonl", [{"text": text} for text in parts])
+    found = draw(tokenizer, mix, min_sources=1, seq_len=400, samples=2, evaluation=(str(file),))
+    assert len(found.warnings) == 1
+    assert found.warnings[0].startswith(f"2 of 4 texts of {file} are also calibration text")
+    other = write_jsonl(tmp_path / "other.jsonl", [{"text": LONG}])
+    assert draw(tokenizer, mix, min_sources=1, samples=2, evaluation=(str(other),)).warnings == ()
+    with pytest.raises(UsageError, match="does not exist"):
+        draw(tokenizer, mix, min_sources=1, evaluation=("none.jsonl",))
 
 
 def test_dialogues_go_through_the_chat_template(tokenizer: Any, tmp_path: Path) -> None:
