@@ -82,7 +82,7 @@ def prepare(
     source = spec.open()
     source_digest = source.digest()
     digest = _calibration_digest(calibration, source_digest, recipe) if calibration else ""
-    recipe = with_decisions(recipe, source, form, calibration)
+    given, recipe = recipe, with_decisions(recipe, source, form, calibration)
     scales = CalibratedScales(calibration, source) if calibration else None
     planned = plan(source, recipe, form=form, mesh=mesh, max_shard_bytes=max_shard_bytes, scales=scales, layout=layout)
     options = {
@@ -92,7 +92,7 @@ def prepare(
         "layout": layout,
         "max_shard_bytes": max_shard_bytes,
         "mesh": mesh.model_dump(mode="json"),
-        "recipe": recipe.model_dump(mode="json"),
+        "recipe": given.model_dump(mode="json"),
         "source": source_digest,
         "tool_version": __version__,
     }
@@ -218,7 +218,10 @@ def _decisions(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """What a recipe decides about scales: without its prose, and without how the text was drawn, which is the
     artifact's own matter."""
     kept = {key: value for key, value in recipe.items() if key not in ("name", "description", "calibration")}
-    rules = [{key: value for key, value in rule.items() if key != "reason"} for rule in recipe.get("rules", ())]
+    rules = [
+        {"layers": [], **{key: value for key, value in rule.items() if key != "reason"}}
+        for rule in recipe.get("rules", ())
+    ]
     return {**kept, "rules": rules}
 
 

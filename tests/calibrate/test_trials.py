@@ -14,7 +14,8 @@ from safetensors import safe_open
 from quantkit.calibrate.data import draw, load_tokenizer
 from quantkit.calibrate.run import calibrate
 from quantkit.calibrate.trial import POSITIONS
-from quantkit.convert.run import convert
+from quantkit.convert.parts import Part, merge_manifest, prepare_recorded, run_part
+from quantkit.convert.run import convert, prepare
 from quantkit.convert.verify import verify
 from quantkit.errors import UsageError
 from quantkit.recipe import Recipe
@@ -128,6 +129,13 @@ def test_shards_have_groups_where_decided(decided: Path, minimax: Path, tmp_path
     wanted = {row.scheme for row in decisions.forms["sharded"].exceptions} | {"w8a8"}
     assert {t.scheme for t in gemms(manifest)} == wanted
     assert "w8a8-group128" in wanted
+
+
+def test_parts_of_several_machines_apply_the_decisions(decided: Path, minimax: Path, tmp_path: Path) -> None:
+    planned = prepare(minimax, KEEPING, calibration=decided)
+    run_part(planned, tmp_path / "out", Part(1, 1), jobs=1)
+    manifest = merge_manifest(prepare_recorded(tmp_path / "out", minimax, calibration=decided), tmp_path / "out")
+    assert manifest == convert(minimax, tmp_path / "alone", KEEPING, calibration=decided)
 
 
 def test_a_recipe_that_decides_needs_its_calibration(minimax: Path, tmp_path: Path) -> None:
