@@ -121,9 +121,11 @@ def command(
     """
     from quantkit.convert.parts import Part
     from quantkit.convert.run import prepare, run
+    from quantkit.heap import return_large_blocks
     from quantkit.outdir import check_place
     from quantkit.recipe import load_recipe
 
+    return_large_blocks()
     _check_together(part, ray, jobs, sign_key)
     chosen = Part.parse(part) if part else None
     runner = _cluster(ray)

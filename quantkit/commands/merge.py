@@ -26,7 +26,9 @@ def command(shards: Path, out: Path, jobs: int | None, as_json: bool) -> None:
     mesh, give them to `quantkit convert` as MODEL.
     """
     from quantkit.convert.merge import merge
+    from quantkit.heap import return_large_blocks
 
+    return_large_blocks()
     manifest = merge(shards, out, jobs=jobs or 0)
     if as_json:
         print_json({"out": str(out), "tensors": len(manifest.tensors), "options_digest": manifest.options_digest})

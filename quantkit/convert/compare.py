@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,18 +19,17 @@ import torch
 from torch import Tensor
 
 from quantkit.archs import Key
-from quantkit.archs.assemble import Location, cut, locate
+from quantkit.archs.assemble import Location
 from quantkit.arithmetic import QMAX, channel_scales
 from quantkit.checkpoint.reader import Entry, OpenFiles, Source
 from quantkit.convert.boxes import Box, boxes, data_rows, is_stacked
 from quantkit.convert.packing import plain_shape, stored_rows
-from quantkit.convert.units import Piece, Zeros
+from quantkit.convert.sample import Sample, records_of
+from quantkit.convert.source_pieces import cut_pieces, source_rows, steps, target_pieces, with_rows
+from quantkit.convert.units import Zeros
 from quantkit.errors import InputError, QuantkitError
 from quantkit.spec.manifest import Manifest, TensorRecord
 from quantkit.spec.tensorfile import tensor_nbytes, torch_dtype
-
-_ELEMENTS = 1 << 20
-"""Values compared at once."""
 
 _ROUNDOFF = 2.0**-24
 """Largest relative error of a float32 division."""
@@ -67,12 +65,27 @@ _KEPT, _STEP, _PASSED = (
 )
 
 
-def compare(folder: Path, source: Source, manifest: Manifest | None, jobs: int) -> list[Row]:
-    """Compare every written tensor with the source, and every source tensor with what was written."""
+@dataclass
+class Comparison:
+    """What was compared: kinds of comparison, and how many of how many tensors."""
+
+    rows: list[Row]
+    compared: int
+    tensors: int
+
+
+def compare(
+    folder: Path, source: Source, manifest: Manifest | None, jobs: int, sample: Sample | None = None
+) -> Comparison:
+    """Compare every written tensor, or a sample, with the source, and every source tensor's name with what was written.
+
+    That every element of the source is written somewhere is always checked of all tensors: it needs no data.
+    """
     records = list(manifest.tensors) if manifest else records_of(folder)
     calibrated = bool(manifest and manifest.calibration_digest)
     files = OpenFiles(folder)
     work = [record for record in records if not record.alias and record.part in ("weight", "bias")]
+    chosen = work if sample is None else sample.choose(work)
     scales = {(record.file if manifest else "", record.name): record for record in records}
 
     def one(record: TensorRecord) -> _Tally:
@@ -83,7 +96,7 @@ def compare(folder: Path, source: Source, manifest: Manifest | None, jobs: int) 
             return _Tally(_STEP if record.scale else _KEPT, 0, [f"{record.file}: {record.name}: {error.message}"])
 
     with ThreadPoolExecutor(max(1, jobs)) as pool:
-        tallies = list(pool.map(one, work))
+        tallies = list(pool.map(one, chosen))
     files.close()
     rows = {kind: Row(kind) for kind in (_KEPT, _STEP, _PASSED)}
     for tally in tallies:
@@ -92,35 +105,8 @@ def compare(folder: Path, source: Source, manifest: Manifest | None, jobs: int) 
     clipped = sum(tally.clipped for tally in tallies)
     if clipped:
         rows[_STEP].note = f"{clipped:,} values are clipped by the calibration's scales"
-    return [row for row in rows.values() if row.count or row.failures] + [_completeness(source, work, manifest)]
-
-
-def records_of(folder: Path) -> list[TensorRecord]:
-    """Records of a checkpoint without a manifest, from its headers."""
-    found = Source(folder)
-    records = []
-    for key, entry in found.entries.items():
-        int8 = entry.format.name == "int8-channel"
-        for part, info in entry.stored.items():
-            records.append(
-                TensorRecord(
-                    name=info.name,
-                    sources=(entry.name,),
-                    role=key.role,
-                    layer=key.layer,
-                    experts=() if key.expert is None else (key.expert,),
-                    part=key.part if part == "weight" else part,
-                    file=found.index.file_of[info.name],
-                    offset=info.start,
-                    nbytes=info.nbytes,
-                    dtype=info.dtype,
-                    shape=info.shape,
-                    global_shape=info.shape,
-                    scale=entry.stored["weight_scale"].name if int8 and part == "weight" else "",
-                    xxh3="",
-                )
-            )
-    return records
+    found = [row for row in rows.values() if row.count or row.failures] + [_completeness(source, work, manifest)]
+    return Comparison(found, len(chosen), len(work))
 
 
 # ---------------------------------------------------------------------------------------------- one record
@@ -139,7 +125,7 @@ def _compare_one(
         return tally
     for box in boxes(record):
         target = Key(record.layer, record.role, box.expert, record.part)
-        for piece, row in _with_rows(cut_pieces(target_pieces(source, target), box.start, box.stop), box.row):
+        for piece, row in with_rows(cut_pieces(target_pieces(source, target), box.start, box.stop), box.row):
             if isinstance(piece, Zeros):
                 _expect_zeros(files, record, box, row, piece.rows, tally)
             elif scale is not None:
@@ -164,7 +150,7 @@ def _stored_entry(source: Source, record: TensorRecord) -> Entry | None:
 def _compare_raw(files: OpenFiles, source: Source, record: TensorRecord, entry: Entry) -> _Tally:
     tally = _Tally(_KEPT, math.prod(record.shape))
     rows = record.shape[0] if record.shape else 1
-    for start, stop in _steps(0, rows, record.nbytes // max(rows, 1) // tensor_nbytes(record.dtype, (1,))):
+    for start, stop in steps(0, rows, record.nbytes // max(rows, 1) // tensor_nbytes(record.dtype, (1,))):
         ours = stored_rows(files, record, None, start, stop)
         theirs = source.fetch(entry.key, (start, stop) if record.shape else None).reshape(stop - start, -1)
         if not _same(ours, theirs.to(torch_dtype(record.dtype))):
@@ -176,7 +162,7 @@ def _compare_raw(files: OpenFiles, source: Source, record: TensorRecord, entry: 
 def _compare_kept(
     files: OpenFiles, source: Source, record: TensorRecord, box: Box, piece: Location, row: int, tally: _Tally
 ) -> None:
-    for first, theirs in _source_rows(source, piece):
+    for first, theirs in source_rows(source, piece):
         at = row + first - piece.start
         ours = stored_rows(files, record, box.slot, at, at + len(theirs))
         wanted = theirs.reshape(len(theirs), -1)[:, box.left : box.right].to(torch_dtype(record.dtype))
@@ -199,7 +185,7 @@ def _compare_int8(
 ) -> None:
     passed = source.entries[piece.key].format.name == "int8-channel"
     where = f"{record.file}: {record.name}{_of(box)}"
-    for first, w_NK in _source_rows(source, piece):
+    for first, w_NK in source_rows(source, piece):
         at = row + first - piece.start
         q_NK = stored_rows(files, record, box.slot, at, at + len(w_NK))
         s_N1 = stored_rows(files, scale, box.slot, at, at + len(w_NK))
@@ -263,72 +249,6 @@ def filled_parameters(source: Source, manifest: Manifest) -> int:
             pieces = target_pieces(source, Key(record.layer, record.role, expert, "bias"))
             total += sum(piece.rows for piece in pieces if isinstance(piece, Zeros))
     return total
-
-
-# ------------------------------------------------------------------------------------------------- reading
-
-
-def target_pieces(source: Source, key: Key) -> tuple[Piece, ...]:
-    """Where the rows of a whole tensor lie in the source; a part without a bias counts as zeros.
-
-    Raises:
-        InputError: the source has nothing like it.
-    """
-    if key.role == "lm_head" and source.tied:
-        key = key._replace(role="embed")
-    found = _locate(source, key)
-    if found is not None:
-        return found
-    pieces: list[Piece] = []
-    for part in source.arch.role(key.role).parts if key.part == "bias" else ():
-        own = key._replace(role=part)
-        weight = _locate(source, own.with_part("weight")) or ()
-        pieces += _locate(source, own) or (Zeros(sum(item.rows for item in weight)),)
-    if not pieces:
-        raise InputError(f"the source has no tensor for {key.shard_name}")
-    return tuple(pieces)
-
-
-def _locate(source: Source, key: Key) -> tuple[Location, ...] | None:
-    def rows_of(stored: Key) -> int:
-        shape = source.canonical_shape(stored)
-        return shape[1] if source.is_stacked(stored) else (shape[0] if shape else 1)
-
-    return locate(source.arch, source.dims, key, source.has, rows_of)
-
-
-def cut_pieces(pieces: tuple[Piece, ...], start: int, stop: int) -> list[Piece]:
-    """Rows [start, stop) of pieces, zeros included."""
-    found: list[Piece] = []
-    position = 0
-    for piece in pieces:
-        low, high = max(start - position, 0), min(stop - position, piece.rows)
-        if low < high:
-            found += [Zeros(high - low)] if isinstance(piece, Zeros) else cut((piece,), low, high)
-        position += piece.rows
-    return found
-
-
-def _with_rows(pieces: list[Piece], row: int) -> Iterator[tuple[Piece, int]]:
-    for piece in pieces:
-        yield piece, row
-        row += piece.rows
-
-
-def _source_rows(source: Source, piece: Location) -> Iterator[tuple[int, Tensor]]:
-    """(first canonical row, values) of a piece, a few rows at a time; one expert at once where experts are stacked."""
-    if piece.slot is not None:
-        matrix = source.canonical(piece.key, source.fetch(piece.key, (piece.slot, piece.slot + 1)))[0]
-        for start, stop in _steps(piece.start, piece.stop, math.prod(matrix.shape[1:])):
-            yield start, matrix[start:stop]
-        return
-    for start, stop in _steps(piece.start, piece.stop, math.prod(source.entries[piece.key].shape[1:])):
-        yield start, source.fetch(piece.key, (start, stop))
-
-
-def _steps(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
-    step = max(1, _ELEMENTS // max(1, width))
-    return ((first, min(first + step, stop)) for first in range(start, stop, step))
 
 
 def _same(ours: Tensor, theirs: Tensor) -> bool:

@@ -6,7 +6,7 @@ All problems are reported together before anything is written.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -237,8 +237,7 @@ def _width(source: Source, piece: Location) -> int:
 
 
 def _repeated(names: list[str]) -> list[str]:
-    seen: set[str] = set()
-    return [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
+    return [name for name, count in Counter(names).items() for _ in range(count - 1)]
 
 
 def _warnings(source: Source, result: Plan, mesh: Mesh) -> Iterator[str]:

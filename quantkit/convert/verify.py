@@ -7,91 +7,25 @@ check is a row with counts; every failure names file and tensor. Memory: a few s
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-from pydantic import BaseModel, ConfigDict
 
 from quantkit.archs import architecture_for
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import TEMPORARY_SUFFIX
 from quantkit.convert.checkpoint_form import linear_modules
-from quantkit.convert.compare import compare, filled_parameters
-from quantkit.convert.coverage import check_coverage, written_parameters
+from quantkit.convert.checks import Check, Checks, VerifyReport
+from quantkit.convert.coverage import check_coverage
 from quantkit.convert.hashing import hash_file
 from quantkit.convert.nonweights import is_ours
-from quantkit.convert.shard_source import open_source
+from quantkit.convert.sample import Sample
 from quantkit.convert.signing import verifier
-from quantkit.convert.transforms import open_transformed, steps_of
+from quantkit.convert.verify_source import check_source, recorded_roles
 from quantkit.errors import QuantkitError
 from quantkit.outdir import WORK_NAME
-from quantkit.recipe import Recipe
 from quantkit.spec.index import INDEX_NAME, open_checkpoint, read_json
 from quantkit.spec.manifest import SIGNATURE_NAME, Manifest, OutputFile, TensorRecord, manifest_path, read_manifest
 from quantkit.spec.tensorfile import read_header
-
-SOURCE_CHECK = "source is the one that was converted"
-
-
-class Check(BaseModel):
-    """One kind of check.
-
-    Attributes:
-        name: what was checked.
-        count: how many things were looked at.
-        failures: one sentence for each that is wrong; empty when the check passed.
-        note: what a reader should know about it.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    count: int
-    failures: tuple[str, ...] = ()
-    note: str = ""
-
-
-class VerifyReport(BaseModel):
-    """Outcome of a verification.
-
-    Attributes:
-        folder: as given.
-        form: "checkpoint" or "sharded".
-        quick: sizes and headers only.
-        checks: in the order in which they ran.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    folder: str
-    form: str
-    quick: bool
-    checks: tuple[Check, ...]
-
-    @property
-    def passed(self) -> bool:
-        return not self.failures
-
-    @property
-    def failures(self) -> tuple[str, ...]:
-        return tuple(f"{check.name}: {failure}" for check in self.checks for failure in check.failures)
-
-
-class _Checks:
-    """Collects rows; an expected error inside a check is its failure."""
-
-    def __init__(self) -> None:
-        self.rows: list[Check] = []
-
-    def run(self, name: str, check: Callable[[], tuple[int, list[str], str]]) -> bool:
-        try:
-            count, failures, note = check()
-        except QuantkitError as error:
-            count, failures, note = 0, [error.message, *error.items], ""
-        self.rows.append(Check(name=name, count=count, failures=tuple(failures), note=note))
-        return not failures
 
 
 def verify(
@@ -101,6 +35,7 @@ def verify(
     quick: bool = False,
     jobs: int = 1,
     public_key: Path | None = None,
+    sample: Sample | None = None,
 ) -> VerifyReport:
     """Check a converted folder.
 
@@ -109,6 +44,7 @@ def verify(
         source: what it was converted from; compared element by element.
         quick: names, sizes and headers only, no data is read.
         jobs: threads.
+        sample: which tensors are compared with the source; None: all.
         public_key: PEM file; the folder must be signed with its private half.
 
     Raises:
@@ -119,7 +55,7 @@ def verify(
     for root in (folder, *([source] if source is not None else [])):
         if not root.is_dir():
             open_checkpoint(root)  # raises the error that says what is wrong
-    checks = _Checks()
+    checks = Checks()
     path = manifest_path(folder)
     manifest: Manifest | None = None
     if path is not None:
@@ -147,18 +83,25 @@ def verify(
     if manifest is None:
         checks.rows.append(Check(name="manifest", count=0, note="none: checksums cannot be checked"))
     if source is not None:
-        _check_source(folder, source, manifest, quick, jobs, checks)
+        check_source(folder, source, manifest, quick, jobs, checks, sample)
     return _report(folder, manifest.form if manifest else "checkpoint", quick, checks)
 
 
-def _report(folder: Path, form: str, quick: bool, checks: _Checks) -> VerifyReport:
-    return VerifyReport(folder=str(folder), form=form, quick=quick, checks=tuple(checks.rows))
+def _report(folder: Path, form: str, quick: bool, checks: Checks) -> VerifyReport:
+    return VerifyReport(
+        folder=str(folder),
+        form=form,
+        quick=quick,
+        compared=checks.compared,
+        tensors=checks.tensors,
+        checks=tuple(checks.rows),
+    )
 
 
 # -------------------------------------------------------------------------------------------------- files
 
 
-def _check_files(folder: Path, manifest: Manifest, quick: bool, jobs: int, checks: _Checks) -> None:
+def _check_files(folder: Path, manifest: Manifest, quick: bool, jobs: int, checks: Checks) -> None:
     checks.run("files are those of the manifest", lambda: _presence(folder, manifest))
     checks.run("options are those of the manifest", lambda: _options(folder, manifest))
     present = [file for file in manifest.files if (folder / file.name).is_file()]
@@ -243,23 +186,18 @@ def _checksums(
 # ------------------------------------------------------------------------------------------------- config
 
 
-def _check_checkpoint(folder: Path, manifest: Manifest | None, checks: _Checks) -> None:
+def _check_checkpoint(folder: Path, manifest: Manifest | None, checks: Checks) -> None:
     checks.run("index and files agree", lambda: _index(folder, manifest))
     opened: list[Source] = []
 
     def classify() -> tuple[int, list[str], str]:
-        opened.append(Source(folder, extra_roles=_roles(manifest)))
+        opened.append(Source(folder, extra_roles=recorded_roles(manifest)))
         source = opened[0]
         return len(source.entries), [f"{name}: no role" for name in source.unclassified], "; ".join(source.notes)
 
     checks.run("every tensor has a role and its scales", classify)
     if opened:
         checks.run("config.json describes the tensors", lambda: _config(opened[0]))
-
-
-def _roles(manifest: Manifest | None) -> dict[str, str]:
-    recorded = manifest.recipe.get("roles") if manifest else None
-    return dict(recorded) if isinstance(recorded, dict) else {}
 
 
 def _index(folder: Path, manifest: Manifest | None) -> tuple[int, list[str], str]:
@@ -304,72 +242,3 @@ def _dims(folder: Path) -> tuple[int, int]:
     config = read_json(folder / "config.json")
     dims = architecture_for(config).dims(config)
     return dims.layers, dims.experts
-
-
-# ------------------------------------------------------------------------------------------------- source
-
-
-def _check_source(folder: Path, root: Path, manifest: Manifest | None, quick: bool, jobs: int, checks: _Checks) -> None:
-    opened: list[Source] = []
-    if not checks.run("source is transformed as the manifest says", lambda: _transformed(root, manifest, opened)):
-        return
-    original = opened[0]
-    if manifest is not None:
-        checks.run(SOURCE_CHECK, lambda: _source_files(root, manifest, quick, jobs))
-        checks.run("parameter count equals the source's", lambda: _parameters(original, manifest))
-        checks.run("copied files equal the source's", lambda: _copies(root, manifest, quick, jobs))
-    if quick:
-        return
-    outcome = compare(folder, original, manifest, jobs)
-    for row in outcome:
-        checks.rows.append(Check(name=row.name, count=row.count, failures=tuple(row.failures), note=row.note))
-
-
-def _transformed(root: Path, manifest: Manifest | None, opened: list[Source]) -> tuple[int, list[str], str]:
-    """Open the source and apply the recipe's methods, which must come to the recorded steps."""
-    if manifest is None or not manifest.transforms:
-        opened.append(open_source(root, extra_roles=_roles(manifest)))
-        return 0, [], "no transforms"
-    source = open_transformed(root, Recipe.model_validate(manifest.recipe))
-    opened.append(source)
-    if steps_of(source) != manifest.transforms:
-        return len(manifest.transforms), ["the recipe's methods come to other steps than those of the manifest"], ""
-    return len(manifest.transforms), [], ", ".join(step.step for step in manifest.transforms)
-
-
-def _source_files(root: Path, manifest: Manifest, quick: bool, jobs: int) -> tuple[int, list[str], str]:
-    files = [OutputFile(name=row.name, size=row.size, sha256=row.sha256) for row in manifest.source_files]
-    if not any((root / file.name).is_file() for file in files):
-        return 0, [], "another folder than the converted one (an ancestor?): compared by value only"
-    return _equal_files(root, files, quick, jobs)
-
-
-def _copies(root: Path, manifest: Manifest, quick: bool, jobs: int) -> tuple[int, list[str], str]:
-    return _equal_files(root, [file for file in manifest.files if file.copied], quick, jobs)
-
-
-def _equal_files(root: Path, files: list[OutputFile], quick: bool, jobs: int) -> tuple[int, list[str], str]:
-    failures = [f"{file.name}: missing in the source" for file in files if not (root / file.name).is_file()]
-    present = [file for file in files if (root / file.name).is_file()]
-    if quick:
-        sizes = {file.name: (root / file.name).stat().st_size for file in present}
-        failures += [
-            f"{f.name}: {sizes[f.name]} bytes in the source, not {f.size}" for f in present if sizes[f.name] != f.size
-        ]
-    else:
-        with ThreadPoolExecutor(max(1, jobs)) as pool:
-            found = pool.map(lambda file: hash_file(root / file.name, file, []), present)
-            failures += [f"{failure} (of the source)" for rows in found for failure in rows]
-    return len(files), failures, "sizes only" if quick else ""
-
-
-def _parameters(source: Source, manifest: Manifest) -> tuple[int, list[str], str]:
-    actual = sum(math.prod(entry.shape) for entry in source.entries.values())
-    dropped = sum(row.parameters for row in manifest.dropped)
-    written = written_parameters(manifest) - filled_parameters(source, manifest)
-    failures = []
-    if actual != manifest.parameters:
-        failures.append(f"the source has {actual:,}, the manifest says {manifest.parameters:,}")
-    if written + dropped != manifest.parameters:
-        failures.append(f"written {written:,} and dropped {dropped:,} do not add up to {manifest.parameters:,}")
-    return actual, failures, ""

@@ -14,6 +14,7 @@ import re
 import stat
 import struct
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -207,8 +208,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object's dict; a repeated key, of which json would keep the last silently, is an error."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {twice!r} stands twice in one object")
     return found
 

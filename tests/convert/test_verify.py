@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.cli import main
 from quantkit.convert.run import convert
+from quantkit.convert.sample import Sample, records_of
 from quantkit.convert.verify import verify
 from quantkit.recipe import load_recipe
 from quantkit.spec.manifest import read_manifest
@@ -218,3 +219,55 @@ def test_exit_codes_and_json(copy: Callable[[str], Path], minimax: Path) -> None
     assert broken.exit_code == 4
     assert "config.json: its bytes changed" in broken.output
     assert CliRunner().invoke(main, ["verify", str(folder / "nowhere")]).exit_code == 3
+
+
+@pytest.mark.parametrize("form", ["checkpoint", "sharded"])
+def test_a_sample_shows_every_role_and_layer(form: str, made: dict[str, Path]) -> None:
+    records = [r for r in read_manifest(next(made[form].glob("*manifest.json"))).tensors if r.part == "weight"]
+    chosen = Sample(count=1, seed=3).choose(records)
+    assert {r.role for r in chosen} == {r.role for r in records}
+    assert {r.layer for r in chosen} == {r.layer for r in records}
+    assert len(chosen) < len(records)
+    assert Sample(count=1, seed=3).choose(records) == chosen
+    half = Sample(share=0.5, seed=3).choose(records)
+    assert len(half) == max(len(chosen), -(-len(records) // 2))
+    assert half != Sample(share=0.5, seed=4).choose(records)
+    assert Sample(share=1.0).choose(records) == records
+
+
+def test_a_wrong_tensor_of_the_sample_is_found(copy: Callable[[str], Path], minimax: Path) -> None:
+    """Without a manifest only the comparison with the source can tell; one outside the sample is not looked at."""
+    folder = copy("checkpoint")
+    (folder / "quantkit_manifest.json").unlink()
+    shutil.rmtree(folder / ".quantkit-work")
+    sample = Sample(count=30, seed=1)
+    records = [r for r in records_of(folder) if r.part in ("weight", "bias")]
+    chosen = {r.name for r in sample.choose(records)}
+    report = verify(folder, source=minimax, sample=sample)
+    assert report.passed, report.failures
+    assert (report.compared, report.tensors) == (30, len(records))
+    inside = next(r for r in records if r.scale and r.name in chosen)
+    outside = next(r for r in records if r.scale and r.name not in chosen)
+    for record, found in ((outside, False), (inside, True)):
+        flip(folder / record.file, record.offset + 5, bit=6)
+        report = verify(folder, source=minimax, sample=sample)
+        assert report.passed is not found
+        assert all(record.name in failure for failure in report.failures)
+    assert len(verify(folder, source=minimax).failures) == 2
+
+
+def test_the_command_says_how_much_was_compared(made: dict[str, Path], minimax: Path) -> None:
+    words = ["verify", str(made["checkpoint"]), "--source", str(minimax), "--sample", "5%"]
+    first, second = (CliRunner().invoke(main, [*words, "--json"]) for _ in range(2))
+    assert first.exit_code == 0, first.output
+    found = json.loads(first.stdout)
+    assert 0 < found["compared"] < found["tensors"]
+    assert first.stdout == second.stdout
+    said = CliRunner().invoke(main, words).output
+    assert f"{found['compared']} of {found['tensors']} tensors compared with the source" in said
+    for wrong in ("0", "-3", "200%", "half", ""):
+        refused = CliRunner().invoke(main, [*words[:-1], wrong])
+        assert refused.exit_code == 2, wrong
+    alone = CliRunner().invoke(main, ["verify", str(made["checkpoint"]), "--sample", "5"])
+    assert alone.exit_code == 2
+    assert "--source" in alone.output

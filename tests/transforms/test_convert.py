@@ -146,7 +146,7 @@ def test_verify_finds_a_tensor_that_was_not_rotated(tiny: Tiny, tmp_path: Path, 
         file.seek(record.offset)
         file.write(value.view(torch.uint8).numpy().tobytes())
     failures = verify(tmp_path / "out", source=root).failures
-    assert any(name in failure and "differs from the source" in failure for failure in failures)
+    assert any(name in failure and "differs from the transformed source" in failure for failure in failures)
 
 
 def test_calibration_sees_the_transformed_weights(tiny: Tiny, tmp_path: Path) -> None:
