@@ -12,10 +12,10 @@ from typing import Any
 
 from quantkit.archs import Key, Role, Split, Stage
 from quantkit.archs.assemble import Location, cut, locate
+from quantkit.archs.split import Range, misfit, split_range
 from quantkit.checkpoint.reader import Source
 from quantkit.convert.checkpoint_form import keep_tensor, kept_dtype, rows_of
 from quantkit.convert.decide import Decisions, Problems, is_extra
-from quantkit.convert.split import Range, misfit, split_range
 from quantkit.convert.units import How, Piece, PlannedTensor, Zeros
 from quantkit.spec.manifest import RankFiles
 from quantkit.spec.mesh import Mesh

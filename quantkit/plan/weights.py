@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quantkit.archs import Architecture, Dims, Key, Kind, Split, Stage
-from quantkit.convert.split import misfit, split_range
+from quantkit.archs.split import misfit, split_range
 from quantkit.memory import SCALE_BYTES, Weight, canonical_shape, column_name
 from quantkit.recipe import Recipe
 from quantkit.spec.mesh import Mesh

@@ -8,7 +8,7 @@ every floating-point GEMM that torch dispatches, whoever called it, and finds th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantkit.archs import Architecture, Dims, Key
+from quantkit.archs import Architecture, Key
 
 _GEMM_OPS = frozenset(
     {
@@ -42,15 +42,15 @@ def weight_name(key: Key) -> str:
     return key.with_part("").shard_name.removesuffix(".")
 
 
-def unfused(arch: Architecture, dims: Dims, key: Key) -> tuple[str, ...]:
+def unfused(arch: Architecture, experts: Sequence[int], key: Key) -> tuple[str, ...]:
     """Names of the single GEMM weights that one stored or executed tensor stands for.
 
-    A fused tensor stands for its parts, a stacked one for those of every expert.
+    A fused tensor stands for its parts, a stacked one for those of every expert in it (`experts`).
     """
     role = arch.role(key.role)
     parts = role.parts or (key.role,)
-    experts = range(dims.experts) if role.per_expert and key.expert is None else (key.expert,)
-    return tuple(weight_name(Key(key.layer, part, expert, label=key.label)) for expert in experts for part in parts)
+    ids = experts if role.per_expert and key.expert is None else (key.expert,)
+    return tuple(weight_name(Key(key.layer, part, expert, label=key.label)) for expert in ids for part in parts)
 
 
 @dataclass(frozen=True)

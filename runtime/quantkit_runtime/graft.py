@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quantkit.archs import Key
+from quantkit.archs import Key, Split
 from quantkit.archs.assemble import assemble
 from quantkit.archs.modeling import build_skeleton, load_config, parameter_value, set_tensor
 from quantkit.console import Progress
 from quantkit.errors import InputError
-from quantkit_runtime import attention, experts
+from quantkit_runtime import attention, experts, split, stages
 from quantkit_runtime.account import Account, GemmTrace, unfused
 from quantkit_runtime.device import Device
 from quantkit_runtime.errors import UnsupportedDtype
@@ -34,6 +34,7 @@ from quantkit_runtime.memory import (
     transformers_kv_bytes,
     workspace_bytes,
 )
+from quantkit_runtime.parallel import ALONE, Team
 from quantkit_runtime.plan import Planned, Planner
 from quantkit_runtime.shards import Checked, ModelFiles
 
@@ -69,7 +70,7 @@ class LoadedModel:
 
     def trace(self) -> GemmTrace:
         """A context in which every floating-point GEMM is counted."""
-        names = {row.name: unfused(self.files.arch, self.files.dims, row.key) for row in self.planned}
+        names = {row.name: unfused(self.files.arch, self.files.experts, row.key) for row in self.planned}
         return GemmTrace(self.account, self.model, names)
 
 
@@ -78,32 +79,34 @@ def load_model(
     device: Device,
     dtype: torch.dtype,
     *,
-    rank: int = 0,
     verify: bool = True,
     cache_tokens: int = 512,
     prompt_tokens: int = 512,
     kv_format: KvFormat | None = None,
     on_plan: Callable[[MemoryPlan], None] | None = None,
+    dispatch: bool | None = None,
 ) -> LoadedModel:
-    """Load a converted folder of either form, or a plain checkpoint.
+    """Load a converted folder of either form, or a plain checkpoint; of shards the part of this process.
 
     Args:
         root: the folder.
         device: from `device.resolve`.
         dtype: of everything that is not INT8.
-        rank: of the mesh that the files were made for.
         verify: check every tensor's checksum while reading.
         cache_tokens: positions that the memory plan counts for keys and values.
         prompt_tokens: tokens of the longest forward, for the memory plan.
         kv_format: of the paged cache; None keeps keys and values in `dtype`.
         on_plan: called with the memory plan before anything is read.
+        dispatch: whether tokens travel to their experts, see `experts.Placement`.
 
     Raises:
-        InputError, UsageError: and the four classes of `quantkit_runtime.errors`.
+        InputError, UsageError: and the four classes of `quantkit_runtime.errors`. On a mesh every rank raises what
+            any of them met.
     """
     experts.register()
     attention.register()
-    with open_model(root, rank=rank, verify=verify) as files:
+
+    def load_own() -> LoadedModel:
         model = _skeleton(root, files, dtype)
         planned, unused = Planner(model, files, dtype).run()
         probe = on_meta(model, files.dims)
@@ -121,16 +124,27 @@ def load_model(
         grafter = _Grafter(model, files, account, device)
         with out_of_memory_as_error(memory), Progress("load", sum(_stored_bytes(files, planned))) as progress:
             grafter.run(planned, progress)
-    _require_complete(model, planned)
-    return LoadedModel(model, files, tuple(planned), tuple(unused), account, memory, device, dtype, kv)
+        _require_complete(model, planned)
+        return LoadedModel(model, files, tuple(planned), tuple(unused), account, memory, device, dtype, kv)
+
+    with open_model(root, verify=verify, on_card=device.torch.type == "cuda") as files:
+        loaded = files.ranks.together(load_own, f"loading {root}")
+    split.connect(loaded.model, files, loaded.planned, device.torch, dispatch)
+    stages.connect(loaded.model, files.arch, files.ranks)
+    return loaded
 
 
 def _skeleton(root: Path, files: ModelFiles, dtype: torch.dtype) -> nn.Module:
-    """Without INT8 experts transformers' own choice of experts function stays, so that results are its own."""
+    """The model of this rank on `meta`. Whole and without INT8 experts it keeps transformers' choice of experts
+    function, so that results are its own."""
     int8_experts = any(
         files.arch.role(key.role).per_expert and stored.info.dtype == "I8" for key, stored in files.tensors.items()
     )
-    return build_skeleton(load_config(root), dtype=dtype, experts=experts.NAME if int8_experts else "")
+    ours = int8_experts or files.ranks.stage.size > 1
+    model = build_skeleton(load_config(root), dtype=dtype, experts=experts.NAME if ours else "")
+    stages.vacate(model, files.arch, files.ranks)
+    split.localize(model, files)
+    return model
 
 
 def _memory_plan(
@@ -160,7 +174,7 @@ def _account(files: ModelFiles, planned: Iterable[Planned]) -> Account:
     built = {row.key.layer for row in planned}
     for key, stored in files.tensors.items():
         if stored.info.dtype == "I8" and key.part == "weight" and key.layer in built:
-            names = unfused(files.arch, files.dims, key)
+            names = unfused(files.arch, files.experts, key)
             expected.update(names)
             if files.arch.role(key.role).per_expert:
                 routed.update(names)
@@ -189,7 +203,9 @@ class _Grafter:
                 lambda leaf: self._files.fetch(leaf, self._device.torch, progress),
             )
 
-        for row in planned:
+        rows = sorted(planned, key=self._place)
+        self._files.read_ahead((leaf for row in rows for leaf in row.leaves), self._device.torch)
+        for row in rows:
             if not row.int8:
                 set_tensor(self._model, row.name, self._float(row, get))
             elif len(row.shape) == 3:
@@ -199,6 +215,10 @@ class _Grafter:
         for name, buffer in list(self._model.named_buffers()):
             if buffer.device != self._device.torch and not buffer.is_meta:
                 set_tensor(self._model, name, buffer.to(self._device.torch))
+
+    def _place(self, row: Planned) -> tuple[str, int]:
+        """Where the first byte of a parameter lies, so that files are read from front to back."""
+        return min((stored.file, stored.info.start) for leaf in row.leaves if (stored := self._files.tensors[leaf]))
 
     def _float(self, row: Planned, get: Callable[[Key], Tensor]) -> Tensor:
         """Value of a parameter that stays in floating point; tied ends share one tensor."""
@@ -226,9 +246,10 @@ class _Grafter:
             get(row.key.with_part("weight_scale")).float(),
             bias,
             group_size=row.group_size,
-            names=unfused(self._files.arch, self._files.dims, row.key),
+            names=unfused(self._files.arch, self._files.experts, row.key),
             account=self._account,
             family=self._device.family,
+            team=self._team(row, self._files.ranks.tp),
         )
         setattr(self._model.get_submodule(parent), leaf, linear)
 
@@ -245,13 +266,16 @@ class _Grafter:
             stacked("weight"),
             stacked("weight_scale").float(),
             group_size=row.group_size,
-            names=tuple(
-                unfused(files.arch, files.dims, row.key._replace(expert=expert)) for expert in range(row.shape[0])
-            ),
+            names=tuple(unfused(files.arch, (), row.key._replace(expert=expert)) for expert in files.experts),
             account=self._account,
             family=self._device.family,
+            team=self._team(row, files.ranks.moe_tp),
         )
         experts.install(self._model.get_submodule(module_name), parameter, projection)
+
+    def _team(self, row: Planned, team: Team) -> Team:
+        """Ranks whose outputs must be added, when the inputs of this GEMM are split over them."""
+        return team if self._files.arch.role(row.key.role).split is Split.ROW else ALONE
 
 
 def _require_complete(model: nn.Module, planned: Iterable[Planned]) -> None:

@@ -1,105 +1,176 @@
 """Linear layers whose weight is INT8 per output channel and whose input is quantized as it arrives.
 
-Shape suffixes: T tokens, N output channels, K input channels, E experts.
+Where a team of ranks splits the input channels (row-parallel layers), the scale of a token is the largest one over the
+team: each rank sees a part of the token, and only with one common scale are the partial sums those of a single
+process. In float32, the dtype of proofs, the int32 sums themselves are added, so the result is the single process's
+bit for bit; in shorter dtypes the ranks add what they have scaled, which moves half the bytes.
+
+Shape suffixes: T tokens, S places (a token's expert), N output channels, K input channels, E experts.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from quantkit.arithmetic import quantize_tokens
+from quantkit.arithmetic import quantize, quantize_tokens, scale_from_absmax
 from quantkit_runtime.account import Account
 from quantkit_runtime.errors import ShapeMismatch
 from quantkit_runtime.kernels import registry
 from quantkit_runtime.kernels.reference import check_accumulator
+from quantkit_runtime.parallel import ALONE, Team
 
 
-class Int8Linear(nn.Module):
-    """W8A8 in place of `nn.Linear`: quantize the input, multiply in int32, scale in float32, cast to x's dtype.
+class _Int8(nn.Module):
+    """A weight, its scales and how inputs are quantized for it.
 
     Args:
-        weight: int8 `[N, K]`.
-        weight_scale: float32 `[N, 1]`.
-        bias: `[N]` or None.
+        weight: int8 `[N, K]`, or `[E, N, K]`.
+        weight_scale: float32 `[N, 1]`, or `[E, N, 1]`.
         group_size: inputs that share an activation scale; 0 means one scale per token.
-        names: the GEMM weights that it stands for, for the account.
         account: ledger that every call is reported to.
         family: device family that selects the kernel.
+        team: ranks that split K; their outputs are added.
     """
 
     weight: Tensor
     weight_scale: Tensor
-    bias: Tensor | None
 
     def __init__(
         self,
         weight: Tensor,
         weight_scale: Tensor,
-        bias: Tensor | None,
+        name: str,
         *,
         group_size: int,
-        names: tuple[str, ...],
         account: Account,
         family: str,
+        team: Team = ALONE,
     ) -> None:
         super().__init__()
-        check_weight(weight, weight_scale, group_size, names[0] if names else "a weight")
+        check_weight(weight, weight_scale, group_size, name)
         self.register_buffer("weight", weight)
         self.register_buffer("weight_scale", weight_scale)
-        self.register_buffer("bias", bias)
-        self.out_features, self.in_features = weight.shape
-        self.group_size, self.names, self._account = group_size, names, account
+        self.out_features, self.in_features = weight.shape[-2:]
+        self.group_size, self.team, self._account = group_size, team, account
         self._kernel = registry.find("w8a8_gemm", family)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., K]` -> `[..., N]`."""
-        x_TK = x.reshape(-1, self.in_features)
-        q_TK, x_scale = quantize_tokens(x_TK, self.group_size or None)
-        with self._account.int8_gemm(self._kernel.name, self.names):
-            out = self._kernel.run(q_TK, x_scale, self.weight, self.weight_scale, self.bias, x.dtype)
-        assert isinstance(out, Tensor)
-        return out.reshape(*x.shape[:-1], self.out_features)
+    def quantize(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """int8 `[T, K]` and float32 scales `[T, 1]` or `[T, K / group]`; groups lie within a rank."""
+        if self.team.size == 1 or self.group_size:
+            return quantize_tokens(x_TK, self.group_size or None)
+        scale = self.team.max(scale_from_absmax(x_TK.abs().amax(dim=-1, keepdim=True)))
+        return quantize(x_TK, scale), scale
+
+    def adds_sums(self, dtype: torch.dtype) -> bool:
+        """Whether the team adds int32 sums before they are scaled."""
+        return self.team.size > 1 and dtype == torch.float32 and not self.group_size
 
     def extra_repr(self) -> str:
         scale = f"group {self.group_size}" if self.group_size else "token"
-        return f"in_features={self.in_features}, out_features={self.out_features}, activations per {scale}"
+        split = f", inputs split over {self.team.size} ranks" if self.team.size > 1 else ""
+        return f"weight={list(self.weight.shape)}, activations per {scale}{split}"
 
-
-class Int8Experts(nn.Module):
-    """One projection of all experts of a layer: int8 `[E, N, K]`, scales `[E, N, 1]`, one GEMM per expert hit.
-
-    Arguments as `Int8Linear`, with a leading E; `names` holds one tuple per expert.
-    """
-
-    weight: Tensor
-    weight_scale: Tensor
-
-    def __init__(
-        self,
-        weight: Tensor,
-        weight_scale: Tensor,
-        *,
-        group_size: int,
-        names: tuple[tuple[str, ...], ...],
-        account: Account,
-        family: str,
-    ) -> None:
-        super().__init__()
-        check_weight(weight, weight_scale, group_size, names[0][0] if names else "a weight")
-        self.register_buffer("weight", weight)
-        self.register_buffer("weight_scale", weight_scale)
-        self.group_size, self.names, self._account = group_size, names, account
-        self._kernel = registry.find("w8a8_gemm", family)
-
-    def forward(self, x_TK: Tensor, expert: int, bias: Tensor | None = None) -> Tensor:
-        """`[T, K]` through one expert -> `[T, N]`."""
-        q_TK, x_scale = quantize_tokens(x_TK, self.group_size or None)
-        weight, scale = self.weight[expert], self.weight_scale[expert]
-        with self._account.int8_gemm(self._kernel.name, self.names[expert]):
-            out = self._kernel.run(q_TK, x_scale, weight, scale, bias, x_TK.dtype)
+    def _run(self, names: tuple[str, ...], *arguments: Any) -> Tensor:
+        """One call of the kernel, see `kernels.registry`."""
+        with self._account.int8_gemm(self._kernel.name, names):
+            out = self._kernel.run(*arguments)
         assert isinstance(out, Tensor)
         return out
+
+
+class Int8Linear(_Int8):
+    """W8A8 in place of `nn.Linear`: quantize the input, multiply in int32, scale in float32, cast to x's dtype.
+
+    Arguments as `_Int8`; `bias` is `[N]` or None, `names` the GEMM weights that it stands for, for the account.
+    """
+
+    bias: Tensor | None
+
+    def __init__(
+        self, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, *, names: tuple[str, ...], **options: Any
+    ) -> None:
+        super().__init__(weight, weight_scale, names[0] if names else "a weight", **options)
+        self.register_buffer("bias", bias)
+        self.names = names
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., K]` -> `[..., N]`."""
+        q_TK, scale = self.quantize(x.reshape(-1, self.in_features))
+        weight_scale, alone = self.weight_scale, self.team.size == 1
+        if self.adds_sums(x.dtype):
+            sums = self._run(self.names, q_TK, *_unscaled(scale, self.weight, weight_scale), None, x.dtype)
+            out = self.team.sum(sums) * scale * weight_scale.T
+        else:
+            bias = self.bias if alone else None
+            out = self.team.sum(self._run(self.names, q_TK, scale, self.weight, weight_scale, bias, x.dtype))
+        if not alone and self.bias is not None:
+            out = out + self.bias
+        return out.reshape(*x.shape[:-1], self.out_features)
+
+
+class Int8Experts(_Int8):
+    """One projection of the experts of a layer that this rank holds: int8 `[E, N, K]`, scales `[E, N, 1]`.
+
+    Arguments as `_Int8`; `names` holds one tuple per expert.
+    """
+
+    def __init__(
+        self, weight: Tensor, weight_scale: Tensor, *, names: tuple[tuple[str, ...], ...], **options: Any
+    ) -> None:
+        super().__init__(weight, weight_scale, names[0][0] if names else "a weight", **options)
+        self.names = names
+
+    def forward(
+        self, x_TK: Tensor, expert_S: Tensor, token_S: Tensor | None = None, bias_EN: Tensor | None = None
+    ) -> Tensor:
+        """Each place's token through its expert, one GEMM for each expert that is met.
+
+        Args:
+            x_TK: tokens.
+            expert_S: expert of each place, by its place in the stack; -1 where another rank computes it.
+            token_S: row of `x_TK` of each place; None: place s is row s.
+            bias_EN: a team's first rank has the bias, the others zeros.
+
+        Returns:
+            `[S, N]`, zeros where the expert is none of this rank's. What the ranks of a team return adds up to the result.
+        """
+        q, scale = self.quantize(x_TK)
+        if token_S is not None:
+            q, scale = q[token_S], scale[token_S]
+        out_SN, adds_sums = x_TK.new_zeros((len(expert_S), self.out_features)), self.adds_sums(x_TK.dtype)
+        places = places_of(expert_S, len(self.names))
+        for expert, rows in places:
+            bias = None if bias_EN is None else bias_EN[expert]
+            out_SN[rows] = self.gemm(expert, q[rows], scale[rows], bias, x_TK.dtype, scaled=not adds_sums)
+        if not adds_sums:
+            return out_SN
+        sums_SN, out_SN = self.team.sum(out_SN), torch.zeros_like(out_SN)
+        for expert, rows in places if self.team.index == 0 else ():
+            scaled = sums_SN[rows] * scale[rows] * self.weight_scale[expert].T
+            out_SN[rows] = scaled if bias_EN is None else scaled + bias_EN[expert]
+        return out_SN
+
+    def gemm(
+        self, expert: int, q: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype, *, scaled: bool = True
+    ) -> Tensor:
+        """Quantized rows through this rank's part of one expert; as int32 sums (in `dtype`) if not `scaled`."""
+        scales_and_weight = (scale, self.weight[expert], self.weight_scale[expert])
+        if not scaled:
+            scales_and_weight, bias = _unscaled(*scales_and_weight), None
+        return self._run(self.names[expert], q, *scales_and_weight, bias, dtype)
+
+
+def _unscaled(scale: Tensor, weight: Tensor, weight_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ones_like(scale), weight, torch.ones_like(weight_scale)
+
+
+def places_of(expert_S: Tensor, experts: int) -> list[tuple[int, Tensor]]:
+    """(expert, its places) of every expert that is met; other numbers are places of other ranks."""
+    met = torch.unique(expert_S).tolist()
+    return [(expert, (expert_S == expert).nonzero().squeeze(1)) for expert in met if 0 <= expert < experts]
 
 
 def check_weight(weight: Tensor, weight_scale: Tensor, group_size: int, name: str) -> None:

@@ -11,27 +11,35 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.archs import Architecture, Key, architecture_for
-from quantkit.errors import InputError, UsageError
+from quantkit.errors import InputError
 from quantkit.spec.index import open_checkpoint, read_json
 from quantkit.spec.manifest import Manifest, RankFiles, TensorRecord, manifest_path, read_manifest
+from quantkit.spec.mesh import Mesh
 from quantkit.spec.scheme import SCHEMES, group_size_for
 from quantkit.spec.tensorfile import TensorInfo, read_header
 from quantkit_runtime.errors import BrokenShard, UnsupportedDtype
+from quantkit_runtime.parallel import join
 from quantkit_runtime.shards import ModelFiles, Stored
 
 WORK_FOLDER = ".quantkit-work"
 """What `quantkit convert` leaves in its output folder; without a manifest beside it the conversion is not finished."""
 
 
-def open_model(root: Path, *, rank: int = 0, verify: bool = True) -> ModelFiles:
-    """Open a converted folder of either form, or a plain checkpoint, for one rank. Reads headers only.
+def open_model(root: Path, *, verify: bool = True, on_card: bool = False) -> ModelFiles:
+    """Open a converted folder of either form, or a plain checkpoint, for this process. Reads headers only.
+
+    Of shards it meets the other processes of their mesh first; what then fails on one rank fails on all.
+
+    Args:
+        verify: check every tensor's checksum while reading.
+        on_card: tensors will lie on cards (which library carries them from rank to rank).
 
     Raises:
         InputError: no such folder, no config, no weights, a broken manifest or tensors without a role.
         BrokenShard: the conversion is not finished, or files are missing, have other sizes or other headers than the
             manifest says.
         UnsupportedDtype: a layout or activation scheme that this runtime has no kernel for.
-        UsageError: the manifest was made for a mesh of more than one rank.
+        UsageError: the manifest was made for another mesh than the one that runs.
     """
     require_folder(root)
     config = read_json(root / "config.json")
@@ -39,12 +47,19 @@ def open_model(root: Path, *, rank: int = 0, verify: bool = True) -> ModelFiles:
     if path is None and (root / WORK_FOLDER).is_dir():
         raise BrokenShard(f"{root} holds an unfinished conversion", "run the same `quantkit convert` command again")
     if path is None:
-        return ModelFiles(root, "source", config, _from_headers(root, config), {}, verify=verify)
+        ranks = join(Mesh(), "a checkpoint without a manifest is")
+        return ModelFiles(root, "source", config, _from_headers(root, config), {}, verify=verify, ranks=ranks)
     manifest = read_manifest(path)
-    ranks = _rank_files(manifest, rank)
-    _check_files(root, manifest, ranks)
-    tensors, aliases = _from_manifest(root, manifest, architecture_for(config), ranks)
-    return ModelFiles(root, manifest.form, config, tensors, aliases, verify=verify)
+    what = "these shards are" if manifest.form == "sharded" else "a checkpoint (not shards) is"
+    ranks = join(manifest.mesh, what, on_card=on_card)
+
+    def open_own() -> ModelFiles:
+        names = _rank_files(manifest, ranks.rank)
+        _check_files(root, manifest, names)
+        tensors, aliases = _from_manifest(root, manifest, architecture_for(config), names)
+        return ModelFiles(root, manifest.form, config, tensors, aliases, verify=verify, ranks=ranks)
+
+    return ranks.together(open_own, f"opening {root}")
 
 
 def require_folder(root: Path) -> None:
@@ -56,13 +71,6 @@ def require_folder(root: Path) -> None:
 
 def _rank_files(manifest: Manifest, rank: int) -> frozenset[str]:
     """Weight files of a rank; for the checkpoint form all of them."""
-    mesh = manifest.mesh
-    if mesh.world != 1 or mesh.ep != 1 or rank != 0:
-        raise UsageError(
-            f"these shards are made for tp={mesh.tp} pp={mesh.pp} ep={mesh.ep} dp={mesh.dp}; "
-            f"this runtime loads rank 0 of a mesh of one",
-            "convert again with --tp 1 --pp 1 --ep 1 --dp 1, or load the checkpoint form",
-        )
     mine: list[RankFiles] = [row for row in manifest.ranks if row.rank == rank]
     if manifest.form == "sharded" and not mine:
         raise InputError(f"the manifest lists no files for rank {rank}", "convert again")

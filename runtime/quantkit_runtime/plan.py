@@ -33,6 +33,7 @@ class Planned:
         scale_shape: of its scales, () when it is not INT8.
         group_size: inputs that share an activation scale; 0 means one scale per token.
         column: memory column.
+        leaves: stored tensors that it is made of, in the order in which they are read.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Planned:
     scale_shape: tuple[int, ...]
     group_size: int
     column: str
+    leaves: tuple[Key, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -129,7 +131,7 @@ class Planner:
             self._problems.shapes.append(self._shape_problem(name, shape, tuple(value.shape), leaves))
             return None
         dtype = torch.float32 if key.role in self._files.arch.float32_parameters else self._dtype
-        return Planned(name, key, False, dtype, shape, (), 0, column)
+        return Planned(name, key, False, dtype, shape, (), 0, column, tuple(leaves))
 
     def _int8(
         self, name: str, key: Key, value: Tensor, tensor: Tensor, leaves: list[Key], column: str
@@ -154,7 +156,8 @@ class Planner:
         if len(groups) > 1:
             self._problems.dtypes.append(f"{name}: its parts have different activation groups {sorted(groups)}")
             return None
-        return Planned(name, key, True, torch.int8, shape, tuple(scales[0].shape), groups.pop(), column)
+        leaves += scales[1]
+        return Planned(name, key, True, torch.int8, shape, tuple(scales[0].shape), groups.pop(), column, tuple(leaves))
 
     def _assemble(self, key: Key, name: str) -> tuple[Tensor, list[Key]] | None:
         """The assembled tensor on `meta` and the stored keys that it is made of; None notes the problem."""

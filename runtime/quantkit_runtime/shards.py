@@ -1,24 +1,23 @@
-"""The tensors of one rank by key, read with pread, each checked against its checksum while it is read."""
+"""The tensors of one rank by key, and where they lie."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from quantkit.archs import Architecture, Dims, Key, architecture_for
 from quantkit.archs.modeling import canonical_value
+from quantkit.archs.split import local_dims
 from quantkit.console import Progress
-from quantkit.errors import InputError
-from quantkit.spec.tensorfile import TensorInfo, read_tensor
-from quantkit_runtime.errors import BrokenShard
+from quantkit.spec.tensorfile import TensorInfo
+from quantkit_runtime.parallel import Ranks
+from quantkit_runtime.reader import Reader
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,11 @@ class ModelFiles:
         root: the folder.
         form: "checkpoint", "sharded", or "source" without a manifest.
         config: parsed config.json.
-        arch, dims: the family's record and the sizes.
+        arch, dims: the family's record and the sizes of this rank's part; `whole_dims` are those of the model.
         tensors: key -> where it lies.
         aliases: key -> key whose bytes it shares.
+        ranks: this process in the mesh that the files were made for.
+        experts: ids of the routed experts that this rank holds, in the order of its stacked tensors.
         checked: what was read and compared with its checksum.
     """
 
@@ -69,15 +70,19 @@ class ModelFiles:
         aliases: Mapping[Key, Key],
         *,
         verify: bool = True,
+        ranks: Ranks | None = None,
     ) -> None:
         self.root, self.form, self.config = root, form, config
+        self.tensors, self.aliases, self.ranks = tensors, aliases, ranks or Ranks()
         self.arch: Architecture = architecture_for(config)
-        self.dims: Dims = self.arch.dims(config)
-        self.tensors, self.aliases = tensors, aliases
+        self.whole_dims: Dims = self.arch.dims(config)
+        mesh, experts = self.ranks.mesh, self.whole_dims.experts
+        self.experts = mesh.rank_experts(experts)[self.ranks.at.ep] if experts else ()
+        self.dims = local_dims(self.arch, self.whole_dims, mesh.tp, mesh.moe_tp, len(self.experts))
         self.checked = Checked()
         self._verify = verify
         self._open = ExitStack()
-        self._descriptors: dict[str, int] = {}
+        self._reader: Reader | None = None
         self._fused: dict[Key, Tensor] = {}
 
     def __enter__(self) -> ModelFiles:
@@ -85,7 +90,6 @@ class ModelFiles:
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
-        self._descriptors.clear()
         self._fused.clear()
 
     @property
@@ -99,8 +103,13 @@ class ModelFiles:
         """A stored tensor in canonical orientation; shards are, checkpoints may stack experts as their source did."""
         return tensor if self.form == "sharded" else canonical_value(self.arch, key, tensor)
 
+    def read_ahead(self, keys: Iterable[Key], device: torch.device) -> None:
+        """Start to read these tensors, in this order, in which `fetch` is about to ask for them."""
+        wanted = [self.tensors[key] for key in dict.fromkeys(keys)]
+        self._reader = self._open.enter_context(Reader(self.root, wanted, device, verify=self._verify))
+
     def fetch(self, key: Key, device: torch.device, progress: Progress | None = None) -> Tensor:
-        """Read a stored tensor, check its bytes and bring it into canonical orientation.
+        """A stored tensor on the device, its bytes checked, in canonical orientation.
 
         A fused tensor is kept until the next fused tensor of another layer is asked for, so that the parts cut out of
         it are views of one buffer.
@@ -110,45 +119,20 @@ class ModelFiles:
         """
         if key in self._fused:
             return self._fused[key]
-        tensor = self._read(self.tensors[key])
+        stored = self.tensors[key]
+        tensor = self._reader.take(stored) if self._reader else None
+        if tensor is None:  # nobody said that it would be wanted, or it was wanted before
+            with Reader(self.root, [stored], device, verify=self._verify) as reader:
+                tensor = reader.take(stored)
+                assert tensor is not None
+        if self._verify and stored.xxh3 and stored.info.name not in self.checked.names:
+            self.checked.names.add(stored.info.name)
+            self.checked.files.add(stored.file)
+            self.checked.nbytes += stored.info.nbytes
         if progress is not None:
-            progress.advance(self.tensors[key].info.nbytes)
-        tensor = self.canonical(key, tensor.to(device))
+            progress.advance(stored.info.nbytes)
+        tensor = self.canonical(key, tensor)
         if self.arch.role(key.role).parts:
             self._fused = {old: value for old, value in self._fused.items() if old.layer == key.layer}
             self._fused[key] = tensor
         return tensor
-
-    def _read(self, stored: Stored) -> Tensor:
-        path = self.root / stored.file
-        try:
-            tensor = read_tensor(self._descriptor(stored.file), stored.info, path=path)
-        except InputError as error:
-            raise BrokenShard(error.message, error.hint) from error
-        if self._verify and stored.xxh3:
-            raw = tensor.reshape(-1).view(torch.uint8).numpy()
-            found = xxhash.xxh3_128_hexdigest(raw.data) if raw.size else xxhash.xxh3_128_hexdigest(b"")
-            if found != stored.xxh3:
-                raise BrokenShard(
-                    f"{path}: the checksum of tensor {stored.info.name} is {found}, the manifest says {stored.xxh3}",
-                    "copy this file again from where it was converted, or convert again; --no-verify loads it as it is",
-                )
-            if stored.info.name not in self.checked.names:
-                self.checked.names.add(stored.info.name)
-                self.checked.files.add(stored.file)
-                self.checked.nbytes += stored.info.nbytes
-        return tensor
-
-    def _descriptor(self, file: str) -> int:
-        """Descriptor of the current file; files are read one after the other, so the previous one is closed."""
-        if file not in self._descriptors:
-            self._open.close()
-            self._descriptors.clear()
-            path = self.root / file
-            try:
-                descriptor = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise BrokenShard(f"{path}: {error.strerror or error}", "copy the missing file") from error
-            self._open.callback(os.close, descriptor)
-            self._descriptors[file] = descriptor
-        return self._descriptors[file]

@@ -145,8 +145,8 @@ def self_test(loaded: LoadedModel) -> None:
 
 
 def _compare(module: Int8Experts, x: Tensor, expert: int, name: str) -> None:
-    got = module(x, expert).double()
     q, scale = quantize_tokens(x, module.group_size or None)
+    got = module.gemm(expert, q, scale, None, x.dtype).double()
     x_dequantized = (q.double().unflatten(-1, (scale.shape[-1], -1)) * scale.double().unsqueeze(-1)).flatten(-2)
     want = x_dequantized @ (module.weight[expert].double() * module.weight_scale[expert].double()).T
     limit = 1e-5 * float(want.abs().max()) + 1e-30

@@ -7,14 +7,19 @@ Fused tensors are split part by part and then joined, never as a whole. The rule
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from quantkit.archs import Dims, Role, Split
+from quantkit.archs.base import Architecture, Dims
+from quantkit.archs.roles import ROLES, Key, Role, Split
 
 VOCAB_MULTIPLE = 64
 """Padded vocabularies are a multiple of this, so that the GEMM of the output head has no ragged edge."""
 
-_HEAD_UNITS = frozenset({"heads", "kv_heads"})
+_REPLICATED = frozenset({"kv_heads", "index_heads"})
+"""Units of which a rank holds one when there are more ranks than units: several ranks hold the same."""
+
+_HEAD_UNITS = frozenset({"heads"}) | _REPLICATED
 
 
 class Range(NamedTuple):
@@ -46,7 +51,7 @@ def split_range(dims: Dims, role: Role, length: int, size: int, rank: int) -> Ra
         return Range(start, stop, per_rank - (stop - start))
     units = unit_count(dims, role, length)
     width = length // units
-    if role.unit == "kv_heads" and size > units:
+    if role.unit in _REPLICATED and size > units:
         first, count = rank // (size // units), 1
     else:
         count = units // size
@@ -79,6 +84,41 @@ def _fits(dims: Dims, role: Role, length: int, size: int, group: int) -> bool:
     units = unit_count(dims, role, length)
     if not units or length % units:
         return False
-    if role.unit == "kv_heads" and size > units:
+    if role.unit in _REPLICATED and size > units:
         return size % units == 0
     return units % size == 0 and (not group or (length // size) % group == 0)
+
+
+def local_dims(arch: Architecture, dims: Dims, tp: int, moe_tp: int, experts: int) -> Dims:
+    """Sizes of the part of a model that one rank holds; the vocabulary stays the true one.
+
+    Args:
+        experts: how many routed experts it holds.
+    """
+    sizes = {"experts": experts}
+    for name in ROLES:
+        role = arch.role(name)
+        if role.split is not Split.REP and role.unit and role.unit != "vocab":
+            sizes[role.unit] = max(dims.count(role.unit) // (moe_tp if role.per_expert else tp), 1)
+    present: dict[str, Any] = {unit: size for unit, size in sizes.items() if dims.count(unit)}
+    return replace(dims, **present)
+
+
+def local_shape(arch: Architecture, whole: Dims, local: Dims, key: Key, shape: tuple[int, ...], tp: int) -> list[int]:
+    """Shape of a rank's part of a tensor in canonical orientation: `[N, K]`, `[N]`, or stacked with a leading E."""
+    role, found = arch.role(key.role), list(shape)
+    stacked = int(role.per_expert and key.expert is None)
+    if stacked:
+        found[0] = local.experts
+    if role.split is Split.REP or (role.split is Split.ROW and key.part == "bias"):
+        return found
+    axis = stacked + (role.split is Split.ROW)
+    if role.unit == "vocab":
+        found[axis] = padded_vocab(found[axis], tp) // tp
+        return found
+    parts = role.parts or (role.name,)
+    of_whole, of_local = (
+        sum(dims.count(arch.role(part).unit) * dims.rows_per_unit(part) for part in parts) for dims in (whole, local)
+    )
+    found[axis] = found[axis] * of_local // of_whole
+    return found
