@@ -135,7 +135,7 @@ class Int8Experts(_Int8):
             bias_EN: a team's first rank has the bias, the others zeros.
 
         Returns:
-            `[S, N]`, zeros where the expert is none of this rank's. What the ranks of a team return adds up to the result.
+            `[S, N]`, zeros where the expert is none of this rank's; what a team's ranks return adds up to the result.
         """
         q, scale = self.quantize(x_TK)
         if token_S is not None:

@@ -13,7 +13,14 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed", "transformers", "accelerate", "quantkit_runtime.smoke", "tests.runtime.tasks"]
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "transformers",
+    "accelerate",
+    "quantkit_runtime.smoke",
+    "tests.runtime.tasks",
+]
 TIMEOUT = 120.0
 """Seconds after which a task counts as hung: a rank waits for one that does not come."""
 
