@@ -66,6 +66,7 @@ def start(loaded: LoadedModel, options: Options) -> tuple[Engine, MemoryTable]:
     reserve, width = int(free * RESERVE), fmt.blocks(options.context)
     block = 0 if isinstance(loaded.kv, str) else fmt.block_bytes(loaded.kv)
     room = (free - workspace - reserve) // block if block else 0
+    room = min(loaded.files.ranks.world.objects(room))  # ranks that run out at different steps would part ways
     if block and room < 1 + width:
         raise OutOfMemory(
             f"a sequence of {options.context} positions needs {width} KV blocks of {block} bytes; {room} fit",

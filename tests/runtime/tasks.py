@@ -11,8 +11,10 @@ from quantkit.convert.run import convert
 from quantkit.recipe import load_recipe
 from quantkit.spec.mesh import Mesh
 from quantkit_runtime import device as devices
-from quantkit_runtime.generate import greedy
+from quantkit_runtime.engine import Engine
 from quantkit_runtime.graft import load_model
+from quantkit_runtime.kv_cache import KvFormat
+from quantkit_runtime.session import make_runner
 from tests.families import VOCAB, make_tiny
 
 TOKENS, NEW_TOKENS = 12, 4
@@ -41,7 +43,9 @@ def run_model(folder: Path, ids: torch.Tensor, new_tokens: int = NEW_TOKENS, **o
     )
     with torch.no_grad(), loaded.trace():
         logits = loaded.model(input_ids=ids).logits
-        generated = greedy(loaded.model, ids, new_tokens)
+        fmt = KvFormat(torch.float32, torch.float32)
+        engine = Engine(make_runner(loaded, fmt, 1 + fmt.blocks(ids.shape[1] + new_tokens)))
+        (generated,) = engine.generate(ids.tolist(), new_tokens)
     verdict = loaded.account.verdict()
     return {
         "logits": logits.numpy(),
