@@ -39,7 +39,7 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help venv demo test lint lint-format lint-rules lint-types format smollm2 clean
-.PHONY: peers bench bench-accuracy interop
+.PHONY: peers bench bench-accuracy interop interop-acceptance
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -117,6 +117,15 @@ interop: venv smollm2  ## convert SmolLM2 and run it in vLLM's CPU build, in .pe
 	rm -rf build/bench/interop
 	@$(OFFLINE) $(BIN)/python -m quantkit convert $(SMOLLM2) -o build/bench/interop
 	@.peers/vllm/bin/python tests/bench/interop_vllm.py build/bench/interop $(if $(BENCH_ARGS),,--source $(SMOLLM2))
+
+interop-acceptance: venv smollm2  ## serve it with vLLM's CPU build and let `quantkit acceptance` judge it (20 minutes)
+	@$(BIN)/python tests/bench/peers.py vllm --torch '$(TORCH)'
+	rm -rf build/bench/acceptance
+	@$(OFFLINE) $(BIN)/python -m quantkit convert $(SMOLLM2) -o build/bench/acceptance/checkpoint
+	@$(OFFLINE) $(BIN)/python -m quantkit baseline $(SMOLLM2) -o build/bench/acceptance/baseline \
+	    --texts 1 --tokens 256 --new-tokens 24 --long-tokens 1 --probe-tokens 32
+	@$(OFFLINE) $(BIN)/python tests/bench/accept_vllm.py build/bench/acceptance/checkpoint \
+	    -o build/bench/acceptance/report --baseline build/bench/acceptance/baseline
 
 clean:  ## remove the environment, caches and what was generated; fetched models stay
 	@if [ -f $(VENV)/pyvenv.cfg ]; then rm -rf $(VENV); fi

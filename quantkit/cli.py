@@ -14,6 +14,7 @@ COMMANDS = {
     "calibrate": "quantkit.commands.calibrate",
     "convert": "quantkit.commands.convert",
     "inspect": "quantkit.commands.inspect",
+    "ladder": "quantkit.commands.ladder",
     "merge": "quantkit.commands.merge",
     "merge-manifest": "quantkit.commands.merge_manifest",
     "plan": "quantkit.commands.plan",

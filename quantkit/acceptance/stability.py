@@ -1,8 +1,9 @@
 """Dimension "stability": hours under steady load with a look at memory and latency, and a restart in the middle.
 
-Memory of the server is the resident size that its metrics report (`process_resident_memory_bytes`), or that of a
-process on this machine and its children (`--pid`). A leak is a slope after the first third, when caches and graphs
-are there: Theil and Sen's, the median over all pairs of points, so that single peaks do not count.
+Memory of the server is that of a process on this machine and its children (`--pid`), or the resident size that its
+metrics report (`process_resident_memory_bytes`); vLLM's is that of the process that answers, not of its engine. A leak
+is a slope after the first third, when caches and graphs are there: Theil and Sen's, the median over all pairs of
+points, so that single peaks do not count.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ TOOL: dict[str, Any] = {
         "name": "get_weather",
         "description": "Current weather of a city.",
         "parameters": _Weather.model_json_schema(),
+        "strict": True,  # without it the reference promises no schema
     },
 }
 

@@ -30,6 +30,9 @@ Schemes = Mapping[str, Scheme]
 Rounded = Callable[[str, Tensor], Tensor]
 """(parameter name below the layer, value as the module holds it, `[..., N, K]`) -> dequantized INT8 of that shape."""
 
+RoundedTokens = Callable[[Tensor, Scheme], Tensor]
+"""(activations `[..., K]`, scheme of the GEMM that they enter) -> the same as that scheme represents them."""
+
 
 def round_to_nearest(_name: str, w_NK: Tensor) -> Tensor:
     """Weights `[..., N, K]` as INT8 per output channel represents them, in their own dtype."""
@@ -61,10 +64,17 @@ class FakeQuantizer:
         arch: record of the model.
         prefix: of a layer's parameter names, `model.layers.3`.
         rounded: how weights are rounded.
+        rounded_tokens: how activations are.
     """
 
-    def __init__(self, arch: Architecture, prefix: str, rounded: Rounded = round_to_nearest) -> None:
-        self._arch, self._prefix, self._rounded = arch, prefix, rounded
+    def __init__(
+        self,
+        arch: Architecture,
+        prefix: str,
+        rounded: Rounded = round_to_nearest,
+        rounded_tokens: RoundedTokens = round_tokens,
+    ) -> None:
+        self._arch, self._prefix, self._rounded, self._rounded_tokens = arch, prefix, rounded, rounded_tokens
         self._current = _Current()
         self._weights: dict[str, Tensor] = {}
 
@@ -122,7 +132,7 @@ class FakeQuantizer:
             scheme = self._scheme(role)
             if scheme is None:
                 return plain(x)
-            return F.linear(round_tokens(x, scheme), self._weights[parameter], module.bias)
+            return F.linear(self._rounded_tokens(x, scheme), self._weights[parameter], module.bias)
 
         setattr(module, "forward", forward)  # noqa: B010  # an instance attribute shadows the method, on purpose
         return [(module, "forward")]
@@ -145,7 +155,7 @@ class FakeQuantizer:
             scheme = self._scheme(role) if role else None
             if scheme is None:
                 return F.linear(x_SK, w_NK, bias)
-            return F.linear(round_tokens(x_SK, scheme), self._weights[parameter][expert], bias)
+            return F.linear(self._rounded_tokens(x_SK, scheme), self._weights[parameter][expert], bias)
 
         setattr(module, LINEAR, linear)
         return [(module, LINEAR)]

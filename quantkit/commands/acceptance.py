@@ -36,7 +36,9 @@ The key of a server that wants one is read from OPENAI_API_KEY. Exit code 4 if a
 @click.option("--tasks", type=_PATH, help="JSONL file of your own tasks.")
 @click.option("--soak", type=click.FloatRange(0), default=0.0, show_default=True, metavar="HOURS", help="0: off.")
 @click.option("--restart-command", default="", metavar="SHELL", help="Kills the server and starts it again.")
-@click.option("--pid", type=click.IntRange(1), help="Of the server on this machine, for its memory.")
+@click.option(
+    "--pid", type=click.IntRange(1), help="Of the server on this machine: its memory is watched, children included."
+)
 @click.option("--context", type=click.IntRange(16), help="Tokens, where the server does not say.")
 @click.option("--thresholds", type=_PATH, help="YAML; replaces keys of quantkit/acceptance/default.yaml.")
 @click.option("--only", multiple=True, type=click.Choice(_DIMENSIONS), help="Dimension; repeatable. Default: all.")

@@ -24,7 +24,7 @@ _STYLE: Any = {
 
 def line_plot(series: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str) -> str:
     """One line per name through its (x, y) points; logarithmic y when the values span more than a decade."""
-    figure, axes = _figure(4.8, 3.1 + 0.17 * ((len(series) + 1) // 2))
+    figure, axes = _figure(4.8, 3.1 + (0.17 * ((len(series) + 1) // 2) if len(series) > 1 else 0))
     for index, (name, points) in enumerate(series.items()):
         x, y = zip(*points, strict=True)
         axes.plot(x, y, marker="osv^D"[index % 5], markersize=3.5, linewidth=1.2, label=name, color=f"C{index % 10}")
@@ -34,7 +34,8 @@ def line_plot(series: Mapping[str, Sequence[tuple[float, float]]], x_label: str,
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=2)
+    if len(series) > 1:
+        figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=2)
     return _svg(figure)
 
 

@@ -1,0 +1,237 @@
+"""`quantkit ladder`: plan, walk the source and every rung over the same text, score, report.
+
+The folder holds `ladder.json` and `ladder.html`; finished layers and rungs are kept, so a killed run goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from quantkit import __version__
+from quantkit.calibrate import experts
+from quantkit.calibrate.methods import view_of
+from quantkit.calibrate.passes import Walk
+from quantkit.calibrate.plan import Plan, make_plan
+from quantkit.calibrate.stream import LayerStream
+from quantkit.checkpoint.reader import Source
+from quantkit.checkpoint.writer import write_atomic
+from quantkit.ladder.rungs import Rung, recipes_of
+from quantkit.ladder.score import Scores, score
+from quantkit.ladder.walk import RungPass
+from quantkit.outdir import exclusive, prepare_output
+from quantkit.plan.cache import CacheFormat, per_token
+from quantkit.plan.source import read_source
+from quantkit.recipe import Calibration, Recipe, load_recipe, validated
+from quantkit.spec.tensorfile import torch_dtype
+
+JSON_NAME, HTML_NAME = "ladder.json", "ladder.html"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RungResult(_Strict):
+    """Attributes:
+    rung: as listed.
+    scores: against the source.
+    step_kl: KL beyond that of the rung that `after` names (of the source: 0).
+    weight_bytes: of all tensors, scales included.
+    kv_bytes: of the cache for each token, one rank.
+    """
+
+    rung: Rung
+    scores: Scores
+    step_kl: float
+    weight_bytes: int
+    kv_bytes: int
+
+
+class LadderReport(_Strict):
+    """All of `ladder.json`.
+
+    Attributes:
+        tool_version: quantkit's.
+        model_type: of the config.
+        source_digest: `Source.digest`.
+        compute: of the reference, dtype and device.
+        samples, tokens: of the text.
+        samples_sha256: over its token ids.
+        weight_bytes, kv_bytes: of the source, the cache in BF16.
+        rungs: in their order.
+        passed_over: rungs that this source has no use for.
+    """
+
+    format_version: int = 1
+    tool_version: str
+    model_type: str
+    source_digest: str
+    compute: str
+    samples: int
+    tokens: int
+    samples_sha256: str
+    weight_bytes: int
+    kv_bytes: int
+    rungs: tuple[RungResult, ...]
+    passed_over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LadderPlan:
+    """Attributes:
+    plan: of the source's own walk; its recipe converts nothing.
+    rungs: that will run.
+    recipes: of the rungs.
+    passed_over: names of the others.
+    """
+
+    plan: Plan
+    rungs: tuple[Rung, ...]
+    recipes: Mapping[str, Recipe]
+    passed_over: tuple[str, ...]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What decides the result."""
+        return {
+            "command": "ladder",
+            "tool_version": __version__,
+            "source_digest": self.plan.source.digest(),
+            "config_sha256": hashlib.sha256((self.plan.source.root / "config.json").read_bytes()).hexdigest(),
+            "samples_sha256": self.plan.samples.digest,
+            "device": self.plan.device.type,
+            "rungs": [rung.model_dump(mode="json") for rung in self.rungs],
+            "recipes": {name: recipe.model_dump(mode="json") for name, recipe in self.recipes.items()},
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Sizes for a dry run."""
+        found = self.plan.describe()
+        walks = 1 + len(self.rungs)
+        kept = ("architecture", "layers", "samples", "kinds", "tokens", "jobs", "memory_bytes", "warnings")
+        return {
+            **{name: found[name] for name in kept},
+            "rungs": [rung.name for rung in self.rungs],
+            "passed_over": list(self.passed_over),
+            "walks": walks,
+            "read_bytes": walks * found["read_bytes"],
+            "kept_bytes": walks * self.plan.hidden_bytes,
+        }
+
+
+def plan_ladder(
+    root: Path, rungs: tuple[Rung, ...], calibration: Mapping[str, Any], *, device: str = "auto"
+) -> LadderPlan:
+    """Check source, text and every rung; nothing is written.
+
+    Args:
+        calibration: keys of a recipe's calibration section: how the text is drawn.
+
+    Raises:
+        InputError, UsageError: something cannot be used.
+    """
+    values = load_recipe("bf16").model_dump()
+    text = Calibration().model_dump() | values["calibration"] | dict(calibration) | {"held_out": 0}
+    plan = make_plan(root, validated({**values, "calibration": text}, "the ladder's text"), device=device)
+    plan = replace(plan, dtype=torch.float32)
+    kept = tuple(rung for rung in rungs if rung.applies(plan.source))
+    recipes = recipes_of(kept)
+    for recipe in recipes.values():
+        view_of(plan.source, recipe.methods)  # says now what cannot be transformed
+    return LadderPlan(plan, kept, recipes, tuple(rung.name for rung in rungs if rung not in kept))
+
+
+def run_ladder(ladder: LadderPlan, out: Path, jobs: int = 0) -> LadderReport:
+    """Run a plan to its end, or continue it, or read the result of a finished one.
+
+    Raises:
+        UsageError: `out` is not usable, or holds the work of other options.
+    """
+    root = ladder.plan.source.root
+    folder = prepare_output(out, ladder.options, sources=[root], final=JSON_NAME, command="quantkit ladder")
+    with exclusive(folder):
+        if not folder.finished:
+            reference = _walk(ladder.plan, None, None, folder.work, jobs)
+            results: list[RungResult] = []
+            for rung in ladder.rungs:
+                results.append(_result(ladder, rung, reference, folder.work, jobs, results))
+            _write(out, _report(ladder, results))
+        folder.clear_work()
+    return LadderReport.model_validate_json((out / JSON_NAME).read_bytes())
+
+
+def _walk(plan: Plan, rung: Rung | None, recipe: Recipe | None, work: Path, jobs: int) -> tuple[LayerStream, Path]:
+    """A model with one rung's arithmetic -> the model, and the record of its last layer."""
+    source: Source = view_of(plan.source, recipe.methods) if recipe else plan.source
+    plan = replace(plan, source=source, dtype=torch_dtype("BF16") if _is_bf16(rung) else torch.float32)
+    job = RungPass(plan, source, rung, recipe)
+    walk = Walk(job, work, jobs or plan.default_jobs)
+    walk.run()
+    stream = LayerStream(source, dtype=plan.dtype, device=plan.device, experts=experts.IMPLEMENTATION)
+    return stream, walk.records[-1]
+
+
+def _is_bf16(rung: Rung | None) -> bool:
+    return rung is not None and rung.compute == "bfloat16"
+
+
+def _result(
+    ladder: LadderPlan,
+    rung: Rung,
+    reference: tuple[LayerStream, Path],
+    work: Path,
+    jobs: int,
+    before: list[RungResult],
+) -> RungResult:
+    """A rung's walk and scores, or what is kept of them."""
+    kept = work / f"result-{rung.name}.json"
+    if kept.is_file():
+        return RungResult.model_validate_json(kept.read_bytes())
+    plan, recipe = ladder.plan, ladder.recipes[rung.name]
+    scores = score(plan.samples, plan.batches, reference, _walk(plan, rung, recipe, work, jobs))
+    known = {row.rung.name: row.scores.overall.kl for row in before}
+    sizes = read_source(plan.source.root, load_recipe("bf16") if rung.weights == "stored" else recipe)
+    form = CacheFormat(*("int8" if dtype == "int8" else "bf16" for dtype in (rung.keys, rung.values)))
+    found = RungResult(
+        rung=rung,
+        scores=scores,
+        step_kl=scores.overall.kl - known.get(rung.after, 0.0),
+        weight_bytes=sizes.source_bytes if rung.weights == "stored" else sizes.output_bytes,
+        kv_bytes=per_token(sizes.model.caches(form, 1)),
+    )
+    write_atomic(kept, [found.model_dump_json().encode()])
+    return found
+
+
+def _report(ladder: LadderPlan, results: list[RungResult]) -> LadderReport:
+    plan = ladder.plan
+    sizes = read_source(plan.source.root, load_recipe("bf16"))
+    return LadderReport(
+        tool_version=__version__,
+        model_type=str(plan.source.config.get("model_type", "")),
+        source_digest=plan.source.digest(),
+        compute=f"float32 on {plan.device.type}",
+        samples=len(plan.samples.samples),
+        tokens=plan.samples.tokens,
+        samples_sha256=plan.samples.digest,
+        weight_bytes=sizes.source_bytes,
+        kv_bytes=per_token(sizes.model.caches(CacheFormat(), 1)),
+        rungs=tuple(results),
+        passed_over=ladder.passed_over,
+    )
+
+
+def _write(out: Path, report: LadderReport) -> None:
+    from quantkit.report.ladder import render
+
+    write_atomic(out / HTML_NAME, [render(report).encode()])
+    text = json.dumps(report.model_dump(mode="json"), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    write_atomic(out / JSON_NAME, [f"{text}\n".encode()])

@@ -1,0 +1,127 @@
+"""The list of candidates: one YAML file, an unknown key is an error. The shipped one is `default.yaml` beside this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from quantkit.checkpoint.reader import Source
+from quantkit.errors import UsageError
+from quantkit.recipe import Recipe, load_recipe
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Rung(_Strict):
+    """One candidate.
+
+    Attributes:
+        name: in the tables, and of its files.
+        after: the rung that it differs from in one thing; "" for the source.
+        change: what that thing is, for the report.
+        recipe: shipped name or file; decides on views of the weights and on the scheme of every GEMM.
+        weights: as the recipe says, or as stored.
+        activations: as the recipe says, float, or FP8 (E4M3 per token and group of 128 inputs).
+        compute: dtype of everything else.
+        keys, values: of the attention, as the cache holds them: INT8 with one scale for each token and head. Latent
+            attention keeps no keys; its latent goes with the values.
+        only: "fp8": where the source's weights are FP8; else passed over.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]
+    after: str = ""
+    change: str
+    recipe: str = "bf16"
+    weights: Literal["recipe", "stored"] = "recipe"
+    activations: Literal["recipe", "float", "fp8"] = "recipe"
+    compute: Literal["float32", "bfloat16"] = "float32"
+    keys: Literal["float", "int8"] = "float"
+    values: Literal["float", "int8"] = "float"
+    only: Literal["", "fp8"] = ""
+
+    def applies(self, source: Source) -> bool:
+        """Whether the source has what this rung is about."""
+        formats = {entry.format.name for entry in source.entries.values()}
+        return self.only != "fp8" or any("fp8" in name for name in formats)
+
+
+class Rungs(_Strict):
+    """A whole list; every `after` names a rung before its own."""
+
+    rungs: Annotated[tuple[Rung, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Rungs:
+        seen: set[str] = set()
+        for rung in self.rungs:
+            if rung.name in seen:
+                raise ValueError(f"two rungs are called {rung.name!r}")
+            if rung.after and rung.after not in seen:
+                raise ValueError(f"{rung.name}: `after` names {rung.after!r}, which does not stand before it")
+            seen.add(rung.name)
+        return self
+
+
+def load_rungs(path: Path | None, only: tuple[str, ...] = ()) -> tuple[Rung, ...]:
+    """The rungs of a file, or the shipped ones; with `only`, those of these names.
+
+    Raises:
+        UsageError: unreadable, not YAML, unknown keys, bad order, or names that the list does not have.
+    """
+    origin = str(path) if path else "the shipped ladder"
+    try:
+        text = (
+            path.read_text(encoding="utf-8")
+            if path
+            else (resources.files("quantkit.ladder") / "default.yaml").read_text(encoding="utf-8")
+        )
+        found = Rungs.model_validate(yaml.safe_load(text))
+    except OSError as error:
+        raise UsageError(f"{origin}: {error.strerror}", "give a YAML file with a list `rungs`") from error
+    except ValidationError as error:  # a ValueError as well
+        problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        raise UsageError(
+            f"{origin} has {len(problems)} problems",
+            "correct it; every key is described in quantkit/ladder/rungs.py",
+            items=problems,
+        ) from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise UsageError(f"{origin} is not YAML: {error}", "correct it") from error
+    names = [rung.name for rung in found.rungs]
+    unknown = [name for name in only if name not in names]
+    if unknown:
+        raise UsageError(f"{origin} has no rung {', '.join(unknown)}", "name its rungs", choices=names)
+    return tuple(rung for rung in found.rungs if not only or rung.name in only)
+
+
+def recipes_of(rungs: tuple[Rung, ...]) -> Mapping[str, Recipe]:
+    """Rung -> its recipe.
+
+    Raises:
+        UsageError: a recipe cannot be read, or decides by calibration (all listed).
+    """
+    found = {rung.name: load_recipe(rung.recipe) for rung in rungs}
+    searching = [f"{name}: {recipe.name}" for name, recipe in found.items() if _needs_text(recipe)]
+    if searching:
+        raise UsageError(
+            "recipes of the ladder look for something in calibration text",
+            "calibrate and convert with them, and use `quantkit-runtime compare`",
+            items=searching,
+        )
+    return found
+
+
+def _needs_text(recipe: Recipe) -> bool:
+    """Methods that search, and budgets that decide; those work on a calibration, not on a rung alone."""
+    from quantkit.calibrate.methods import method
+
+    options: Any = recipe
+    decides = getattr(options, "auto_group", None) is not None or getattr(options, "auto_keep", None) is not None
+    return decides or any(getattr(method(each.name), "search", None) is not None for each in recipe.methods)

@@ -1,0 +1,286 @@
+"""The ladder against whole models with the same arithmetic, written from the formulas (`tests/reference.py`)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import Tensor
+from transformers import DynamicCache
+
+from quantkit.archs.structure import layers_of
+from quantkit.calibrate.passes import LayerRun
+from quantkit.calibrate.stream import LayerStream
+from quantkit.checkpoint.reader import Source
+from quantkit.cli import main
+from quantkit.errors import UsageError
+from quantkit.ladder.cache import RoundingCache, rounding_attention
+from quantkit.ladder.run import LadderPlan, LadderReport, plan_ladder, run_ladder
+from quantkit.ladder.rungs import load_rungs
+from quantkit.ladder.walk import RungPass, round_tokens_fp8
+from quantkit.spec.scheme import SCHEMES
+from tests.browser import Browser, check_report
+from tests.families import FAMILIES, make_tiny
+from tests.reference import fake_quantized, quantized_by_name, quantized_weight, transformers_model
+
+GROUP = 65
+"""Largest divisor of the test model's 260 intermediate channels that is at most 128."""
+
+TEXT = {"samples": 6, "seq_len": 40, "min_sources": 1, "seed": 1}
+RUNGS = ("w8", "w8a8", "w8a8-group128", "w8a8+keys", "w8a8+kv")
+
+
+@pytest.fixture(scope="module")
+def dense(minimax: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random dense model with biases and odd sizes, and a real tokenizer."""
+    folder = make_tiny("qwen2", tmp_path_factory.mktemp("dense") / "model", vocab_size=4096, intermediate_size=260)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(minimax / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ladder(minimax: Path, tmp_path_factory: pytest.TempPathFactory) -> LadderReport:
+    return run_ladder(planned(minimax, "w8", "w8a8", "w8a8+keys", "w8a8+kv", seq_len=80), tmp_path_factory.mktemp("l"))
+
+
+def planned(root: Path, *rungs: str, **text: Any) -> LadderPlan:
+    return plan_ladder(root, load_rungs(None, rungs), {**TEXT, **text}, device="cpu")
+
+
+# --------------------------------------------------------------------------------------------------- references
+
+
+class Int8Cache(DynamicCache):
+    """transformers' own cache that rounds what it is given, in numpy."""
+
+    def __init__(self, values: bool) -> None:
+        super().__init__()
+        self.rounds_values = values
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        value = rounded(value_states) if self.rounds_values else value_states
+        return super().update(rounded(key_states), value, *args, **kwargs)
+
+
+def rounded(x: Tensor) -> Tensor:
+    values = x.numpy()
+    scale = np.abs(values).max(-1, keepdims=True) / np.float32(127)
+    return torch.from_numpy(np.clip(np.rint(values / scale), -127, 127).astype(np.float32) * scale)
+
+
+def weights_only(root: Path) -> Any:
+    model = transformers_model(root, torch.float32, experts_implementation="eager")
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2 and (quantized_by_name(name) or ".experts." in name) and "norm" not in name:
+            q, scale = quantized_weight(parameter)
+            parameter.data = (q * scale).float()
+    return model
+
+
+def groups(name: str) -> int:
+    return GROUP if name.endswith("down_proj") else 0
+
+
+def logprobs(model: Any, ids: Tensor, cache: Callable[[], Any] = lambda: None) -> np.ndarray[Any, Any]:
+    with torch.no_grad():
+        made = cache()
+        logits = model(input_ids=ids[None], past_key_values=made, use_cache=made is not None).logits[0, :-1].double()
+    return (logits - logits.logsumexp(-1, keepdim=True)).numpy()
+
+
+def compare(plan: LadderPlan, report: LadderReport, root: Path) -> Iterator[tuple[str, float, float, float, float]]:
+    """Rung, KL and change of perplexity of the ladder and of whole models."""
+    w8a8 = fake_quantized(root)
+    references: Mapping[str, tuple[Any, Callable[[], Any]]] = {
+        "w8": (weights_only(root), lambda: None),
+        "w8a8": (w8a8, lambda: None),
+        "w8a8-group128": (fake_quantized(root, groups), lambda: None),
+        "w8a8+keys": (w8a8, lambda: Int8Cache(values=False)),
+        "w8a8+kv": (w8a8, lambda: Int8Cache(values=True)),
+    }
+    samples = plan.plan.samples.samples
+    source = transformers_model(root, torch.float32, experts_implementation="eager")
+    log_p = [logprobs(source, sample.ids) for sample in samples]
+    targets = [sample.ids[1:].numpy() for sample in samples]
+    tokens = sum(map(len, targets))
+    for row in report.rungs:
+        model, cache = references[row.rung.name]
+        log_q = [logprobs(model, sample.ids, cache) for sample in samples]
+        kl = sum(float((np.exp(p) * (p - q)).sum()) for p, q in zip(log_p, log_q, strict=True)) / tokens
+        pairs = zip(log_p, log_q, targets, strict=True)
+        change = sum(float((p - q)[np.arange(len(t)), t].sum()) for p, q, t in pairs) / tokens
+        assert row.scores.overall.tokens == tokens
+        yield row.rung.name, row.scores.overall.kl, kl, row.scores.overall.change, np.exp(change) - 1
+
+
+def test_scores_are_those_of_whole_models(dense: Path, tmp_path: Path) -> None:
+    plan = planned(dense, *RUNGS)
+    report = run_ladder(plan, tmp_path / "out")
+    for name, kl, wanted_kl, change, wanted_change in compare(plan, report, dense):
+        # activations next to a rounding boundary may fall on either side: products are float32 here, float64 there
+        assert kl == pytest.approx(wanted_kl, rel=1e-3), name
+        assert change == pytest.approx(wanted_change, rel=1e-3), name
+
+
+def test_experts_are_rounded_too(minimax: Path, tmp_path: Path) -> None:
+    """Weights only: rounding decides no routing of the next layer in another way, so the whole model is met exactly."""
+    plan = planned(minimax, "w8")
+    ((_, kl, wanted_kl, change, wanted_change),) = compare(plan, run_ladder(plan, tmp_path / "out"), minimax)
+    assert kl == pytest.approx(wanted_kl, rel=1e-4)
+    assert change == pytest.approx(wanted_change, rel=1e-4)
+
+
+def test_totals_are_those_of_their_parts(ladder: LadderReport) -> None:
+    for row in ladder.rungs:
+        scores = row.scores
+        for parts in (scores.kinds, scores.positions):
+            assert sum(part.tokens for part in parts.values()) == scores.overall.tokens
+            mean = sum(part.kl * part.tokens for part in parts.values()) / scores.overall.tokens
+            assert mean == pytest.approx(scores.overall.kl)
+
+
+def test_steps_and_sizes(ladder: LadderReport, minimax: Path) -> None:
+    by_name = {row.rung.name: row for row in ladder.rungs}
+    kl = {name: row.scores.overall.kl for name, row in by_name.items()}
+    assert by_name["w8"].step_kl == kl["w8"]
+    assert by_name["w8a8"].step_kl == pytest.approx(kl["w8a8"] - kl["w8"])
+    config = json.loads((minimax / "config.json").read_text())
+    heads = config["num_hidden_layers"] * config["num_key_value_heads"]
+    assert ladder.kv_bytes == by_name["w8a8"].kv_bytes == heads * 2 * config["head_dim"] * 2
+    assert by_name["w8a8+kv"].kv_bytes == heads * 2 * (config["head_dim"] + 4)
+    assert by_name["w8"].weight_bytes == by_name["w8a8"].weight_bytes < 0.65 * ladder.weight_bytes
+
+
+# ------------------------------------------------------------------------------------------------- other arithmetic
+
+
+def test_bf16_is_transformers_own(dense: Path, tmp_path: Path) -> None:
+    """Sums of BF16 products depend on their order, so only the size of the error is compared."""
+    plan = planned(dense, "bf16")
+    found = run_ladder(plan, tmp_path / "out").rungs[0].scores.overall
+    float32, bf16 = (transformers_model(dense, dtype) for dtype in (torch.float32, torch.bfloat16))
+    kl = 0.0
+    for sample in plan.plan.samples.samples:
+        p, q = logprobs(float32, sample.ids), logprobs(bf16, sample.ids)
+        kl += float((np.exp(p) * (p - q)).sum()) / found.tokens
+    assert 0.5 * kl < found.kl < 2 * kl
+
+
+def test_fp8_activations() -> None:
+    x = torch.randn(5, 260, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 260)
+    x[2] = 0
+    grouped = x.numpy().reshape(5, 4, 65)
+    scale = np.maximum(np.abs(grouped).max(-1, keepdims=True) / np.float32(448), np.finfo(np.float32).tiny)
+    wanted = (grouped / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
+    np.testing.assert_array_equal(round_tokens_fp8(x, SCHEMES["w8a8"]).numpy(), wanted.reshape(5, 260))
+
+
+def test_a_latent_goes_with_the_values() -> None:
+    latent, rotary = torch.randn(1, 1, 7, 24), torch.randn(1, 1, 7, 8)
+    kept = RoundingCache(keys=True, values=False, latent=24).update(latent, rotary, 0)
+    assert torch.equal(kept[0], latent)
+    assert torch.equal(kept[1], rotary)
+    both = RoundingCache(keys=True, values=True, latent=24).update(latent, rotary, 0)
+    torch.testing.assert_close(both[0], rounded(latent))
+    assert torch.equal(both[1], rotary)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_softmax_attention_asks_the_cache(family: str, tiny: Callable[[str], Path]) -> None:
+    source = Source(tiny(family))
+    stream = LayerStream(source, dtype=torch.float32, device=torch.device("cpu"))
+    kinds = [layer.attention for layer in layers_of(source.arch, source.dims, source.config)]
+    for layer, kind in zip(stream.layers, kinds, strict=True):
+        with rounding_attention(layer, RoundingCache(keys=True, values=True)) as modules:
+            assert modules == (0 if kind == "linear" else 1)
+
+
+# -------------------------------------------------------------------------------------------------------- resuming
+
+
+def test_killed_and_continued(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(dense, "w8", "w8a8")
+    run_ladder(plan, tmp_path / "whole", jobs=3)
+    visits = []
+    original = RungPass.visit
+
+    def visit(self: RungPass, run: LayerRun) -> Any:
+        visits.append((self.name, run.index))
+        if len(visits) == 8:
+            raise KeyboardInterrupt
+        return original(self, run)
+
+    monkeypatch.setattr(RungPass, "visit", visit)
+    with pytest.raises(KeyboardInterrupt):
+        run_ladder(plan, tmp_path / "killed", jobs=1)
+    run_ladder(plan, tmp_path / "killed", jobs=1)
+    assert ("source", 0) not in visits[8:]
+    for name in ("ladder.json", "ladder.html"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    before = len(visits)
+    run_ladder(plan, tmp_path / "killed")
+    assert len(visits) == before
+    with pytest.raises(UsageError, match="other options"):
+        run_ladder(planned(dense, "w8"), tmp_path / "killed")
+
+
+# ---------------------------------------------------------------------------------------------------------- command
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, ["ladder", *map(str, arguments)])
+
+
+def test_command_and_page(dense: Path, tmp_path: Path, browser: Browser) -> None:
+    small = ("--samples", "6", "--seq-len", "100", "--rung", "w8", "--rung", "fp8", "--rung", "w8a8")
+    plan = run(dense, "-o", tmp_path / "out", *small, "--dry-run", "--json")
+    assert json.loads(plan.stdout)["passed_over"] == ["fp8"]
+    assert not (tmp_path / "out").exists()
+    done = run(dense, "-o", tmp_path / "out", *small)
+    assert done.exit_code == 0, done.output
+    assert "not for this source: fp8" in done.output
+    check_report(browser, tmp_path / "out" / "ladder.html", "What each step costs", "每一步的代价")
+
+
+def test_an_fp8_source_has_its_own_rung(dense: Path) -> None:
+    rung = load_rungs(None, ("fp8",))[0]
+    source = Source(dense)
+    assert not rung.applies(source)
+    key, entry = next(iter(source.entries.items()))
+    source.entries[key] = replace(entry, format=replace(entry.format, name="fp8-block"))
+    assert rung.applies(source)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rungs: []", "rungs"),
+        ("rungs: [{name: a, change: b, colour: c}]", "rungs.0.colour"),
+        ("rungs: [{name: a, change: b, after: z}]", "`after` names 'z'"),
+        ("rungs: [{name: a, change: b}, {name: a, change: b}]", "two rungs"),
+        ("rungs: [{name: ../a, change: b}]", "rungs.0.name"),
+        ("{", "not YAML"),
+    ],
+)
+def test_lists_are_checked(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        load_rungs(path)
+    assert said in str(caught.value)
+
+
+def test_unknown_names_list_the_known() -> None:
+    with pytest.raises(UsageError) as caught:
+        load_rungs(None, ("w4",))
+    assert "w8a8" in caught.value.choices
