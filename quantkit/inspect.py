@@ -25,6 +25,7 @@ from quantkit.memory import (
     human_bytes,
     human_count,
     inventory,
+    names_on_disk,
     native_dtypes,
 )
 from quantkit.operators import OperatorRow, operator_list
@@ -147,7 +148,7 @@ def inspect(root: Path, recipe_name: str = "w8a8") -> Inspection:
 
     Raises:
         InputError: no such folder, or a config.json that cannot be read at all.
-        UsageError: no such recipe.
+        UsageError: no such recipe, or rules of it match nothing.
     """
     recipe = load_recipe(recipe_name)
     alone = root.is_file() and root.suffix == ".json"
@@ -161,6 +162,7 @@ def inspect(root: Path, recipe_name: str = "w8a8") -> Inspection:
     if unclassified:
         problems.append(_without_role(arch, unclassified))
     if weights:
+        recipe.check_rules(names_on_disk(weights), root)
         problems += cross_check(arch, dims, config, weights)
         problems += check_companions(root, config, _embedding_rows(dims, weights))
     else:

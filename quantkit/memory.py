@@ -82,6 +82,11 @@ class Weight:
         return sum(info.nbytes for info in self.parts.values())
 
 
+def names_on_disk(weights: Mapping[Key, Weight]) -> dict[str, Key]:
+    """Name of the payload -> key, as recipe rules want it."""
+    return {weight.payload.name: key for key, weight in weights.items() if weight.payload is not None}
+
+
 def inventory(arch: Architecture, headers: Iterable[Header]) -> tuple[dict[Key, Weight], list[str]]:
     """All logical tensors by key, in the order of the files, and the names that no rule knows."""
     parse = NameParser(arch).parse

@@ -6,20 +6,23 @@ A recipe is found by name among those that are shipped, or given as a path.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator
 
-from quantkit.archs import Architecture, Key
+from quantkit.archs import ROLES, Architecture, Key
 from quantkit.errors import UsageError
 from quantkit.shipped import shipped_folder
 from quantkit.spec.scheme import SCHEMES, Scheme
 from quantkit.spec.transform import MethodOptions
 
-RULE_FORMS = "a rule matches a whole name on disk ('model.layers.0.mlp.*') or a role ('mlp.down', '*.down')"
+RULE_FORMS = (
+    "a rule matches a whole name on disk ('model.layers.0.mlp.*'), a role ('mlp.down', '*.down') or a name of the "
+    "reports ('layers.0.mlp.down')"
+)
 """What `match` of a rule may be, for messages."""
 
 MAX_SAMPLES = 10_000_000
@@ -40,7 +43,8 @@ class Rule(_Strict):
     """One exception from the recipe's scheme.
 
     Attributes:
-        match: glob on the tensor's name on disk, or on its role ("mla.*"); it must match something.
+        match: glob on the tensor's name on disk, on its role ("mla.*"), or on the name that reports give it
+            ("layers.0.mlp.down", "layers.*.attn.qkv", "layers.3.experts"); it must match something.
         scheme: what these tensors get.
         reason: why, for the report.
         layers: decoder layers that it is for; empty: all, and what is outside the layers.
@@ -57,7 +61,19 @@ class Rule(_Strict):
         """Whether it is for the tensor `name` (on disk) with `key`."""
         if self.layers and key.layer not in self.layers:
             return False
-        return fnmatch.fnmatchcase(name, self.match) or fnmatch.fnmatchcase(key.role, self.match)
+        names = (name, key.role, *(_reported_names(key) if self.match.startswith("layers.") else ()))
+        return any(fnmatch.fnmatchcase(each, self.match) for each in names)
+
+
+def _reported_names(key: Key) -> Iterator[str]:
+    """Names of a layer's tensor in reports: its own, that of the fused GEMM it is in, all experts' together."""
+    role = ROLES.get(key.role)
+    if key.layer is not None and role is not None:
+        yield f"layers.{key.layer}.{key.role}"
+        if role.fuse:
+            yield f"layers.{key.layer}.{role.fuse}"
+        if role.per_expert:
+            yield f"layers.{key.layer}.experts"
 
 
 class AutoGroup(_Strict):
@@ -194,17 +210,35 @@ class Recipe(_Strict):
         """The first rule that matches a tensor."""
         return next((rule for rule in self.rules if rule.matches(key, name)), None)
 
-    def unused_rules(self, arch: Architecture, names: dict[str, Key]) -> list[str]:
+    def check_rules(self, names: Mapping[str, Key], place: Path) -> None:
+        """Refuse rules that match none of the tensors (name on disk -> key) of a model.
+
+        Raises:
+            UsageError: they are listed.
+        """
+        if unused := self.unused_rules(names):
+            raise UsageError(
+                f"rules of the recipe {self.name} match nothing in {place}",
+                "correct or remove them; nothing was written",
+                items=[unused_rule(pattern) for pattern in unused],
+            )
+
+    def unused_rules(self, names: Mapping[str, Key]) -> list[str]:
         """Patterns of `rules` and `never` that match nothing; each is an error of the recipe."""
         tables = [table.never for table in (self.auto_group, self.auto_keep) if table is not None]
         rules = [*self.rules, *(keep_rule(pattern) for table in tables for pattern in table)]
-        roles = {(key.layer, key.role) for key in names.values()}
+        roles = {(key.layer, key.role) for key in names.values()} if rules else set()
         return [
             rule.match
             for rule in rules
             if not any(rule.matches(Key(layer, role), role) for layer, role in roles)
             and not any(rule.matches(key, name) for name, key in names.items())
         ]
+
+
+def unused_rule(pattern: str) -> str:
+    """The sentence on a rule that matches nothing."""
+    return f"recipe rule {pattern!r} matches no tensor and no role of this model; {RULE_FORMS}"
 
 
 def keep_rule(pattern: str) -> Rule:

@@ -122,11 +122,11 @@ def _perplexities(model: Path, converted: Path, most: int) -> list[Row]:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from quantkit.archs.modeling import load_tokenizer
     from quantkit.console import Progress
     from quantkit_runtime import device as devices
     from quantkit_runtime.graft import load_model
     from quantkit_runtime.perplexity import change, from_losses, window_losses, windows
-    from quantkit_runtime.tokenizer import load_tokenizer
 
     console().rule(f"Perplexity of held-out text, float32, windows of {LENGTH}", align="left")
     logging.disable_progress_bar()

@@ -56,12 +56,12 @@ def test_rules_match_roles_and_names_and_the_first_counts() -> None:
         "mine.yaml",
     )
     assert scheme(recipe, "model.layers.0.block_sparse_moe.experts.3.w2.weight") == "keep"
-    assert recipe.unused_rules(MINIMAX, {name: key for name, key in NAMES.items() if key}) == []
+    assert recipe.unused_rules({name: key for name, key in NAMES.items() if key}) == []
 
 
 def test_a_rule_that_matches_nothing_is_reported() -> None:
     recipe = parse_recipe("{name: a, description: b, rules: [{match: 'mla.*', scheme: keep, reason: c}]}", "mine.yaml")
-    assert recipe.unused_rules(MINIMAX, {name: key for name, key in NAMES.items() if key}) == ["mla.*"]
+    assert recipe.unused_rules({name: key for name, key in NAMES.items() if key}) == ["mla.*"]
 
 
 @pytest.mark.parametrize(
@@ -114,3 +114,22 @@ def test_recipes_and_texts_of_a_checkout(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("quantkit.shipped.resources.files", missing)
     assert (shipped_recipes(), builtin_kinds()) == installed
     assert load_recipe("w8a8").name == "w8a8"
+
+
+@pytest.mark.parametrize(
+    ("match", "name"),
+    [
+        ("layers.0.attn.q", "model.layers.0.self_attn.q_proj.weight"),
+        ("layers.0.attn.qkv", "model.layers.0.self_attn.q_proj.weight"),
+        ("layers.*.expert.down", "model.layers.0.block_sparse_moe.experts.3.w2.weight"),
+        ("layers.0.experts", "model.layers.0.block_sparse_moe.experts.3.w2.weight"),
+    ],
+)
+def test_a_rule_may_use_the_names_of_reports(match: str, name: str) -> None:
+    rule = {"match": match, "scheme": "keep", "reason": "as the report names it"}
+    recipe = Recipe.model_validate({"name": "n", "description": "d", "rules": [rule]})
+    names = {each: key for each, key in NAMES.items() if key}
+    assert recipe.unused_rules(names) == []
+    assert [each for each, key in names.items() if recipe.rule_for(key, each)] == [name]
+    with pytest.raises(UsageError, match="match nothing"):
+        recipe.check_rules({"model.embed_tokens.weight": names["model.embed_tokens.weight"]}, Path("there"))

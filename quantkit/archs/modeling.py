@@ -19,6 +19,8 @@ from quantkit.archs.roles import Key
 from quantkit.errors import InputError, first_line
 from quantkit.spec.index import read_json
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
 
 def load_config(root: Path, *, trust_remote_code: bool = False) -> Any:
     """transformers' config object of a checkpoint's language model, without its `quantization_config`.
@@ -48,6 +50,27 @@ def load_config(root: Path, *, trust_remote_code: bool = False) -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
+
+
+def load_tokenizer(root: Path) -> Any:
+    """transformers' tokenizer of a folder.
+
+    Raises:
+        InputError: there is none, or transformers cannot read it.
+    """
+    from transformers import AutoTokenizer
+
+    if not any((root / name).is_file() for name in TOKENIZER_FILES):
+        raise InputError(
+            f"{root} holds no tokenizer", "copy the tokenizer files of the source model there", choices=TOKENIZER_FILES
+        )
+    try:
+        return AutoTokenizer.from_pretrained(root)
+    except Exception as error:  # the tokenizers library raises plain Exceptions
+        raise InputError(
+            f"transformers cannot read the tokenizer of {root}: {first_line(error)}",
+            "copy the tokenizer files of the source model there again",
+        ) from error
 
 
 def build_skeleton(config: Any, *, dtype: torch.dtype, experts: str = "", attention: str = "") -> nn.Module:

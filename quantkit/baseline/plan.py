@@ -13,10 +13,9 @@ import psutil
 import torch
 
 from quantkit import __version__
-from quantkit.archs.modeling import load_config
+from quantkit.archs.modeling import load_config, load_tokenizer
 from quantkit.baseline.texts import TextOptions, check, make_sequences
 from quantkit.calibrate.activations import MEMORY_BUDGET
-from quantkit.calibrate.data import load_tokenizer
 from quantkit.calibrate.plan import choose_device, layer_bytes
 from quantkit.checkpoint.reader import Source
 from quantkit.compare.companions import tokenizer_record

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -124,23 +123,6 @@ class Samples:
         members = [self.samples[index] for index in chosen]
         names = tuple(f"{sample.kind}, {sample.source}" for sample in members)
         return Batch(torch.stack([sample.ids for sample in members]), kind, tuple(chosen), names)
-
-
-def load_tokenizer(root: Path) -> Any:
-    """The tokenizer of a checkpoint folder.
-
-    Raises:
-        InputError: it has none that transformers reads.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(root)
-    except Exception as error:  # the tokenizers library raises plain Exceptions
-        raise InputError(
-            f"{root} has no tokenizer that transformers can load: {first_line(error)}",
-            "copy tokenizer.json and tokenizer_config.json of the model beside its weights",
-        ) from error
 
 
 def draw_samples(tokenizer: Any, options: Calibration) -> Samples:

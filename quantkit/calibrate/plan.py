@@ -13,9 +13,9 @@ import torch
 
 from quantkit import __version__
 from quantkit.archs import Key
-from quantkit.archs.modeling import load_config
+from quantkit.archs.modeling import load_config, load_tokenizer
 from quantkit.calibrate.activations import MEMORY_BUDGET
-from quantkit.calibrate.data import Batch, Samples, draw, load_tokenizer
+from quantkit.calibrate.data import Batch, Samples, draw
 from quantkit.calibrate.methods import view_of
 from quantkit.calibrate.weights import GemmWeight, expected_gemms, require_sound
 from quantkit.checkpoint.reader import Source

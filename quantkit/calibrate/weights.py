@@ -13,8 +13,8 @@ from quantkit.archs.assemble import rows_in_fused
 from quantkit.arithmetic import channel_scales
 from quantkit.checkpoint.reader import Source
 from quantkit.crosscheck import contradictions
-from quantkit.errors import InputError, UsageError
-from quantkit.recipe import RULE_FORMS, Recipe
+from quantkit.errors import InputError
+from quantkit.recipe import Recipe
 
 FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
 """Dtypes (safetensors names) of decoded weights that a GEMM can have."""
@@ -73,13 +73,7 @@ def expected_gemms(source: Source, recipe: Recipe) -> dict[Key, GemmWeight]:
         UsageError: rules of the recipe match nothing.
     """
     names = {entry.name: key for key, entry in source.entries.items()}
-    unused = recipe.unused_rules(source.arch, names)
-    if unused:
-        raise UsageError(
-            f"rules of the recipe {recipe.name} match nothing in {source.root}",
-            "correct or remove them; " + RULE_FORMS,
-            items=unused,
-        )
+    recipe.check_rules(names, source.root)
     found: dict[Key, GemmWeight] = {}
     for stored, entry in source.entries.items():
         if stored.layer is not None and stored.layer < source.dims.layers:

@@ -14,7 +14,7 @@ from quantkit.arithmetic import MAX_INT32_K
 from quantkit.checkpoint.reader import Entry, Source
 from quantkit.crosscheck import contradictions
 from quantkit.errors import InputError, QuantkitError, UsageError
-from quantkit.recipe import RULE_FORMS, Recipe
+from quantkit.recipe import Recipe, unused_rule
 from quantkit.spec.manifest import Dropped
 from quantkit.spec.scheme import SCHEMES, Scheme
 
@@ -143,8 +143,7 @@ def _scheme(source: Source, recipe: Recipe, key: Key, entry: Entry, problems: Pr
 
 def _check_recipe(source: Source, recipe: Recipe, form: str, found: Decisions, problems: Problems) -> None:
     names = {entry.name: key for key, entry in source.entries.items()}
-    for pattern in recipe.unused_rules(source.arch, names):
-        problems.use.append(f"recipe rule {pattern!r} matches no tensor and no role of this model; {RULE_FORMS}")
+    problems.use += [unused_rule(pattern) for pattern in recipe.unused_rules(names)]
     if form != "checkpoint":
         return
     for name in sorted({scheme.name for scheme in found.schemes.values() if not scheme.checkpoint_form}):

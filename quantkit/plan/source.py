@@ -11,7 +11,7 @@ from quantkit.archs import Architecture, architecture_for, known_model_types, te
 from quantkit.archs.structure import layers_of
 from quantkit.errors import InputError
 from quantkit.garbage import collection_paused
-from quantkit.memory import columns, inventory, native_dtypes
+from quantkit.memory import columns, inventory, names_on_disk, native_dtypes
 from quantkit.plan.estimate import Model
 from quantkit.plan.native import promised_weights
 from quantkit.plan.weights import model_weights
@@ -47,6 +47,7 @@ def read_source(path: Path, recipe: Recipe) -> Source:
     warnings: list[str] = []
     if from_tensors:
         weights, unknown = inventory(arch, open_checkpoint(root).headers.values())
+        recipe.check_rules(names_on_disk(weights), root)
         if unknown:
             warnings.append(f"{len(unknown)} tensors have no role and are not counted: see quantkit inspect")
     else:

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.archs import architecture_for
+from quantkit.archs.modeling import load_tokenizer
 from quantkit.arithmetic import quantize_tokens
-from quantkit.errors import VerificationError
+from quantkit.errors import UsageError, VerificationError
+from quantkit.spec.index import read_json
 from quantkit_runtime import device as devices
 from quantkit_runtime.account import GemmRow, Verdict
 from quantkit_runtime.engine import Engine, Generated
@@ -22,7 +25,7 @@ from quantkit_runtime.loader import require_folder
 from quantkit_runtime.memory import MemoryPlan, out_of_memory_as_error
 from quantkit_runtime.runner import TransformersRunner
 from quantkit_runtime.session import make_runner
-from quantkit_runtime.tokenizer import encode, load_tokenizer, stop_tokens
+from quantkit_runtime.tokenizer import encode, stop_tokens
 
 SELF_TEST_TOKENS = 3
 
@@ -90,6 +93,7 @@ def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, o
     tokenizer = load_tokenizer(options.root)
     prompt = encode(tokenizer, options.prompt)
     positions = len(prompt) + options.max_new_tokens - 1  # the last new token is not fed back
+    _check_positions(options, len(prompt), positions)
     before = device.used_memory()
     loaded = load_model(
         options.root,
@@ -123,6 +127,18 @@ def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, o
         memory_after=device.used_memory(),
         memory_peak=int(torch.cuda.max_memory_allocated()) if device.torch.type == "cuda" else 0,
     )
+
+
+def _check_positions(options: Options, prompt: int, positions: int) -> None:
+    """Refuse, before any weight is read, what the model's positions do not hold."""
+    config = read_json(options.root / "config.json")
+    limit = architecture_for(config).dims(config).max_positions
+    if limit and positions > limit:
+        raise UsageError(
+            f"a prompt of {prompt:,} tokens and {options.max_new_tokens:,} new ones need {positions:,} positions; "
+            f"the model has {limit:,}",
+            "give a shorter --prompt or a smaller --max-new-tokens",
+        )
 
 
 def self_test(loaded: LoadedModel) -> None:

@@ -5,31 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import InputError, UsageError, first_line
+from quantkit.errors import UsageError
 from quantkit.spec.index import read_json
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-
-
-def load_tokenizer(root: Path) -> Any:
-    """transformers' tokenizer of a folder.
-
-    Raises:
-        InputError: there is none, or transformers cannot read it.
-    """
-    from transformers import AutoTokenizer
-
-    if not any((root / name).is_file() for name in TOKENIZER_FILES):
-        raise InputError(
-            f"{root} holds no tokenizer", "copy the tokenizer files of the source model there", choices=TOKENIZER_FILES
-        )
-    try:
-        return AutoTokenizer.from_pretrained(root)
-    except Exception as error:  # the tokenizers library raises plain Exceptions
-        raise InputError(
-            f"transformers cannot read the tokenizer of {root}: {first_line(error)}",
-            "copy the tokenizer files of the source model there again",
-        ) from error
 
 
 def encode(tokenizer: Any, prompt: str) -> list[int]:

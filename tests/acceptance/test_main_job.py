@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from quantkit.archs.modeling import load_tokenizer
 from quantkit_runtime import device as devices
 from quantkit_runtime.graft import load_model
-from quantkit_runtime.tokenizer import load_tokenizer
 from tests.acceptance.conftest import MODELS, TINY, cli, smoke_load, succeeded
 from tests.reference import fake_quantized, greedy, transformers_model
 from tests.runtime.conftest import generate

@@ -206,7 +206,8 @@ def test_the_command_prints_sizes_and_the_next_step(minimax: Path, tmp_path: Pat
 
 
 def test_default_texts_are_none_that_a_default_calibration_draws(minimax: Path) -> None:
-    from quantkit.calibrate.data import draw_samples, load_tokenizer
+    from quantkit.archs.modeling import load_tokenizer
+    from quantkit.calibrate.data import draw_samples
     from quantkit.recipe import Calibration
 
     tokenizer = load_tokenizer(minimax)

@@ -26,9 +26,9 @@ import scoring
 import torch
 from convert_speed import fresh, last_line
 
+from quantkit.archs.modeling import load_tokenizer
 from quantkit.recipe import Calibration, shipped_recipes
 from quantkit_runtime.perplexity import windows
-from quantkit_runtime.tokenizer import load_tokenizer
 
 MODELS = common.ROOT / "tests" / "models"
 KINDS = ("code", "math", "english", "chinese")

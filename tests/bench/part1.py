@@ -26,10 +26,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "runtime")]
 import torch
 from torch import Tensor
 
+from quantkit.archs.modeling import load_tokenizer
 from quantkit.convert.run import convert
 from quantkit.recipe import load_recipe
 from quantkit_runtime.perplexity import change, from_losses, window_losses, windows
-from quantkit_runtime.tokenizer import load_tokenizer
 from tests.acceptance.conftest import PYTHON, SMALL, cli, snapshot, succeeded
 from tests.acceptance.kill import run_killed
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantkit.calibrate.data import Samples, draw_samples, load_tokenizer
+from quantkit.archs.modeling import load_tokenizer
+from quantkit.calibrate.data import Samples, draw_samples
 from quantkit.calibrate.data import draw as draw_both
 from quantkit.calibrate.sources import builtin_kinds, parse_spec, read_rows
 from quantkit.errors import InputError, UsageError

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from quantkit.calibrate.data import draw, load_tokenizer
+from quantkit.archs.modeling import load_tokenizer
+from quantkit.calibrate.data import draw
 from quantkit.calibrate.run import calibrate
 from quantkit.calibrate.trial import POSITIONS
 from quantkit.convert.parts import Part, merge_manifest, prepare_recorded, run_part

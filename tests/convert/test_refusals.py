@@ -196,3 +196,18 @@ def test_bad_sizes(text: str) -> None:
 
     with pytest.raises(UsageError, match="is no size"):
         _bytes(text)
+
+
+def test_inspect_and_plan_refuse_a_rule_that_matches_nothing_as_convert_does(minimax: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("name: n\ndescription: d\nrules:\n- {match: mla.*, scheme: keep, reason: r}\n")
+    said = []
+    for words in (
+        ["inspect", str(minimax)],
+        ["plan", str(minimax), "--card-memory", "64"],
+        ["convert", str(minimax), "-o", str(tmp_path / "o")],
+    ):
+        found = CliRunner().invoke(main, [*words, "--recipe", str(recipe)])
+        assert found.exit_code == 2, found.output
+        said.append(next(line for line in found.output.splitlines() if "mla.*" in line))
+    assert len(set(said)) == 1, said

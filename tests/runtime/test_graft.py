@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantkit.archs.modeling import load_tokenizer
 from quantkit_runtime.graft import LoadedModel
 from quantkit_runtime.layers import Int8Experts, Int8Linear
-from quantkit_runtime.tokenizer import load_tokenizer
 from tests.reference import fake_quantized, greedy, transformers_model
 from tests.runtime import outputs
 from tests.runtime.conftest import TINY, generate

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+from quantkit.archs.modeling import load_tokenizer
 from quantkit.errors import InputError
 from quantkit_runtime.graft import LoadedModel
 from quantkit_runtime.perplexity import perplexity, windows
-from quantkit_runtime.tokenizer import load_tokenizer, stop_tokens
+from quantkit_runtime.tokenizer import stop_tokens
 from tests.runtime import outputs
 from tests.runtime.conftest import TINY
 

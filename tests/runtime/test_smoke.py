@@ -258,3 +258,17 @@ def test_offsets_of_a_grouped_gemm_are_not_its_dtype() -> None:
     with GemmTrace(account, nn.Module(), {}):
         torch.ops.aten._grouped_mm(a_MK, b_EKN, torch.tensor([2, 4], dtype=torch.int32))
     assert {row.dtype for row in account.rows()} == {"bfloat16"}
+
+
+def test_more_tokens_than_positions_are_refused_before_loading(converted: Converted, tmp_path: Path) -> None:
+    """No weights are there: the tokenizer and config.json alone decide."""
+    model = converted(TINY[0], "checkpoint")
+    for path in model.iterdir():
+        if path.is_file() and path.suffix != ".safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8}))
+    code, _, err = run_cli(tmp_path, "--prompt", "The king", "--max-new-tokens", 40, "--device", "cpu")
+    assert code == 2, err
+    assert "the model has 8" in err
+    assert "--max-new-tokens" in err
