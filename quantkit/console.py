@@ -99,16 +99,17 @@ def print_json(value: Any) -> None:
 class Progress:
     """A progress bar with rate and time left on stderr; silent when that is not a terminal.
 
-    Long steps take one as a parameter and call `advance`; `unit` is "bytes" or a plural noun.
+    Long steps take one as a parameter and call `advance`; `unit` is "bytes" or a plural noun. Of several processes that
+    do the same, all but one are `silent`.
     """
 
-    def __init__(self, what: str, total: float, unit: str = "bytes") -> None:
-        self._what, self._total, self._unit = what, total, unit
+    def __init__(self, what: str, total: float, unit: str = "bytes", *, silent: bool = False) -> None:
+        self._what, self._total, self._unit, self._silent = what, total, unit, silent
         self._bar: Any = None
         self._task: Any = None
 
     def __enter__(self) -> Progress:
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not self._silent:
             from rich import progress
             from rich.console import Console
 

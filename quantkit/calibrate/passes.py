@@ -3,14 +3,15 @@
 A pass carries one or more hidden streams from layer to layer (that of the float model; that of the model as it is
 quantized so far) through an `ActivationStore` each. Records are files of the work folder, written when a layer is done:
 a killed run goes on after the last of them, from the spooled hidden states where there are some, else by forward
-passes alone (`Pass.replay`). Batches run side by side and are taken in their order, so results do not depend on how
-many at a time (`parallel.py`). Memory: a layer (for two streams as many as the pass materializes) and the batches.
+passes alone (`Pass.replay`). Batches run side by side and are taken in their order, so results depend neither on how
+many at a time (`parallel.py`) nor on how many processes share them (`ranks.py`). Memory: a layer (for two streams as
+many as the pass materializes) and the batches.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import cached_property
@@ -24,6 +25,7 @@ from quantkit.calibrate.activations import ActivationStore, LayerInput
 from quantkit.calibrate.data import Batch, Samples
 from quantkit.calibrate.parallel import in_order
 from quantkit.calibrate.plan import Plan
+from quantkit.calibrate.ranks import ALONE, Ranks
 from quantkit.calibrate.stream import LayerStream
 from quantkit.checkpoint.reader import Source
 from quantkit.console import Progress
@@ -55,9 +57,11 @@ class LayerRun:
         pool: Executor,
         ahead: int,
         advance: Callable[[int], None],
+        ranks: Ranks,
     ) -> None:
         self.stream, self.index, self.batches = stream, index, batches
-        self._stores, self._pool, self._ahead, self._advance = stores, pool, ahead, advance
+        self._stores, self._pool, self._ahead, self._advance, self._ranks = stores, pool, ahead, advance, ranks
+        self._own = [number for number in range(len(batches)) if ranks.mine(number)]
 
     @property
     def prefix(self) -> str:
@@ -69,26 +73,38 @@ class LayerRun:
 
     def look(self, work: Callable[[int, Streams], Result]) -> Iterator[tuple[int, Result]]:
         """`work(batch index, what enters the layer)` on every batch, results in order; nothing is handed on."""
-        run = in_order(
-            self._pool, lambda index: work(index, self._get(index, keep=True)), len(self.batches), self._ahead
-        )
-        with closing(run) as results:
-            yield from enumerate(results)
+        with closing(self._run(lambda index: work(index, self._get(index, keep=True)))) as results:
+            yield from self._of_all(results)
 
     def hand_on(self, work: Callable[[int, Streams], tuple[Streams, Result]]) -> Iterator[tuple[int, Result]]:
         """As `look`, once for a layer: `work` also returns what each stream hands to the next layer."""
-        run = in_order(
-            self._pool, lambda index: work(index, self._get(index, keep=False)), len(self.batches), self._ahead
-        )
-        with closing(run) as results:
-            for index, (outputs, result) in enumerate(results):
+
+        def kept(results: Iterator[tuple[Streams, Result]]) -> Iterator[Result]:
+            for index, (outputs, result) in zip(self._own, results, strict=True):
                 for store, output in zip(self._stores, outputs, strict=True):
                     if self.is_last:
                         require_finite(output, self.batches[index])
                     else:
                         store.put(self.index + 1, index, output)
+                yield result
+
+        with closing(self._run(lambda index: work(index, self._get(index, keep=False)))) as results:
+            for index, result in self._of_all(kept(results)):
                 yield index, result
                 self._advance(self.batches[index].ids.numel())
+
+    def _run(self, work: Callable[[int], Result]) -> Generator[Result, None, None]:
+        """Results of this process's batches."""
+        return in_order(self._pool, lambda position: work(self._own[position]), len(self._own), self._ahead)
+
+    def _of_all(self, results: Iterator[Result]) -> Iterator[tuple[int, Result]]:
+        """Results of all processes in the order of the batches; what one refuses, all refuse."""
+        for first in range(0, len(self.batches), self._ranks.size):
+            mine = [_next(results)] if first + self._ranks.rank < len(self.batches) else []
+            for offset, result in enumerate(self._ranks.shared(mine)):
+                if isinstance(result, QuantkitError):
+                    raise result
+                yield first + offset, result
 
     def forward(self) -> None:
         """Run the materialized layer on all streams alike, and no more."""
@@ -97,6 +113,14 @@ class LayerRun:
 
     def _get(self, batch: int, *, keep: bool) -> Streams:
         return [store.get(batch, keep=keep) for store in self._stores]
+
+
+def _next(results: Iterator[Result]) -> Result | QuantkitError:
+    """The next result, or why there is none."""
+    try:
+        return next(results)
+    except QuantkitError as error:
+        return error
 
 
 class Pass(ABC):
@@ -146,10 +170,11 @@ class Walk:
         job: the pass.
         work: folder of records and spooled hidden states.
         jobs: batches at a time.
+        ranks: processes that share the batches.
     """
 
-    def __init__(self, job: Pass, work: Path, jobs: int) -> None:
-        self._pass, self._work, self._jobs = job, work, jobs
+    def __init__(self, job: Pass, work: Path, jobs: int, ranks: Ranks = ALONE) -> None:
+        self._pass, self._work, self._jobs, self._ranks = job, ranks.folder(work), jobs, ranks
 
     @property
     def records(self) -> list[Path]:
@@ -170,7 +195,8 @@ class Walk:
 
     def run(self) -> None:
         total = len(self.records)
-        finished = next((layer for layer, path in enumerate(self.records) if not path.is_file()), total)
+        here = next((layer for layer, path in enumerate(self.records) if not path.is_file()), total)
+        finished = min(self._ranks.shared([here]))
         if finished == total:
             return
         plan = self._pass.plan
@@ -178,9 +204,11 @@ class Walk:
         with ExitStack() as stack:
             stack.enter_context(one_thread_per_operation())
             stores = [stack.enter_context(closing(self._store(index))) for index in range(self._pass.streams)]
-            start = min(store.last_boundary(finished) for store in stores)
+            start = min(self._ranks.shared([store.last_boundary(finished) for store in stores]))
             tokens = (total - start) * self._pass.samples.tokens
-            progress = stack.enter_context(Progress(self._pass.title, tokens, "tokens"))
+            progress = stack.enter_context(
+                Progress(self._pass.title, tokens, "tokens", silent=not self._ranks.is_first)
+            )
             stream = LayerStream(
                 self._pass.source, dtype=plan.dtype, device=plan.device, experts=experts.IMPLEMENTATION
             )
@@ -190,13 +218,17 @@ class Walk:
             pool = stack.enter_context(ThreadPoolExecutor(self._jobs, thread_name_prefix="batch"))
             for layer in range(start, total):
                 progress.describe(f"{self._pass.title}: layer {layer + 1} of {total}")
-                run = LayerRun(stream, layer, self._batches, stores, pool, 2 * self._jobs, progress.advance)
+                run = LayerRun(
+                    stream, layer, self._batches, stores, pool, 2 * self._jobs, progress.advance, self._ranks
+                )
                 self._layer(run, stores, done=layer < finished)
 
     def _embed(self, stream: LayerStream, stores: Sequence[ActivationStore]) -> None:
         """What enters layer 0, the same for all streams."""
         with stream.embeddings(torch.cat([batch.ids.flatten() for batch in self._batches])):
             for index, batch in enumerate(self._batches):
+                if not self._ranks.mine(index):
+                    continue
                 value = stream.embed(batch.ids)
                 for store in stores:
                     store.put(0, index, value)

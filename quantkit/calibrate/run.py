@@ -12,6 +12,7 @@ The passes (`passes.py`), each of them only where the recipe asks for it:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +21,10 @@ from quantkit.calibrate.artifact import write_artifact
 from quantkit.calibrate.final import StatisticsPass
 from quantkit.calibrate.passes import Pass, Walk
 from quantkit.calibrate.plan import Plan, make_plan
+from quantkit.calibrate.ranks import Ranks, started
 from quantkit.calibrate.trials import CheckPass, DecisionPass
 from quantkit.errors import UsageError
-from quantkit.outdir import WORK_NAME, check_place, exclusive, prepare_output
+from quantkit.outdir import WORK_NAME, OutputFolder, check_place, exclusive, prepare_output
 from quantkit.recipe import Recipe
 from quantkit.spec.calibration import ARTIFACT_NAMES, SUMMARY_NAME, CalibrationSummary, read_summary
 
@@ -39,10 +41,17 @@ def calibrate(
 
 @dataclass(frozen=True)
 class Result:
-    """The artifact's summary; `already`: the folder held it before, nothing was done."""
+    """What a run came to.
+
+    Attributes:
+        summary: the artifact's.
+        already: the folder held it before, nothing was done.
+        reports: this process is the one, of those that share the work, that tells the user.
+    """
 
     summary: CalibrationSummary
     already: bool
+    reports: bool
 
 
 def run_plan(plan: Plan, out: Path, jobs: int = 0) -> Result:
@@ -55,19 +64,42 @@ def run_plan(plan: Plan, out: Path, jobs: int = 0) -> Result:
         UsageError: `out` is not usable, or holds the work of other options.
         InputError: something is not finite, or a GEMM was not observed; all of them are named.
     """
+    with started() as ranks:
+        already = _run_shared(plan, out, jobs, ranks)
+        return Result(read_summary(out), already, ranks.is_first)
+
+
+def _run_shared(plan: Plan, out: Path, jobs: int, ranks: Ranks) -> bool:
+    """Run a plan in all processes that share it; whether it was finished before. Only the first one writes."""
+    with _prepared(plan, out, ranks) as folder:
+        (already,) = {bool(finished) for finished in ranks.shared([folder and folder.finished]) if finished is not None}
+        if not already:
+            for job in passes_of(plan, out):
+                walk = Walk(job, out / WORK_NAME, jobs or plan.default_jobs, ranks)
+                walk.run()
+                if ranks.is_first:
+                    job.finish(walk.records, out)
+                ranks.wait()
+        if folder is not None:
+            if not already:
+                write_artifact(out, folder.work, plan.source, plan.recipe, plan.samples)
+            _check_complete(out)
+            folder.clear_work()
+        ranks.wait()
+    return already
+
+
+@contextmanager
+def _prepared(plan: Plan, out: Path, ranks: Ranks) -> Iterator[OutputFolder | None]:
+    """The output folder, held for the first process; None for the others."""
+    if not ranks.is_first:
+        yield None
+        return
     folder = prepare_output(
         out, plan.options, sources=[plan.source.root], final=SUMMARY_NAME, command="quantkit calibrate"
     )
     with exclusive(folder):
-        if not folder.finished:
-            for job in passes_of(plan, out):
-                walk = Walk(job, folder.work, jobs or plan.default_jobs)
-                walk.run()
-                job.finish(walk.records, out)
-            write_artifact(out, folder.work, plan.source, plan.recipe, plan.samples)
-        _check_complete(out)
-        folder.clear_work()
-    return Result(read_summary(out), folder.finished)
+        yield folder
 
 
 def passes_of(plan: Plan, out: Path) -> Iterator[Pass]:

@@ -12,6 +12,7 @@ from quantkit.calibrate.plan import Plan
 from quantkit.calibrate.trial import TrialPass, Variant
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import write_atomic
+from quantkit.outdir import WORK_NAME
 from quantkit.spec.decisions import Decisions, FormDecisions, HeldOut
 
 _DECISIONS, _HELD_OUT = "decisions.json", "held-out.json"
@@ -33,7 +34,7 @@ class DecisionPass(TrialPass):
         super().__init__(plan, source, "decide", variants, to_run_alone(plan.recipe, self._groups))
 
     def finish(self, records: Sequence[Path], out: Path) -> None:
-        path = records[0].parent / _DECISIONS
+        path = out / WORK_NAME / _DECISIONS
         if not path.is_file():
             held_out, results = self.held_out(records), self.results(records)
             decider = Decider(self.plan.recipe, self.source.arch, self._groups, results, held_out, self.samples.kinds)
@@ -67,7 +68,7 @@ class CheckPass(TrialPass):
         super().__init__(plan, source, "check", variants, rounded=rounded)
 
     def finish(self, records: Sequence[Path], out: Path) -> None:
-        path = records[0].parent / _HELD_OUT
+        path = out / WORK_NAME / _HELD_OUT
         if not path.is_file():
             write_atomic(path, [self.held_out(records).model_dump_json().encode()])
 

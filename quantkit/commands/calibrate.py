@@ -23,6 +23,7 @@ Examples:
   quantkit calibrate MODEL -o CALIBRATION             shipped text of six kinds
   quantkit calibrate MODEL -o CALIBRATION --data builtin:code --data chats.jsonl=2 --data builtin:math
   quantkit calibrate MODEL -o CALIBRATION --dry-run   sizes only, write nothing
+  torchrun --nproc-per-node 4 -m quantkit calibrate MODEL -o CALIBRATION      four processes, the same bytes
 Killed or out of space: run the same command again, finished layers are kept.
 """
 
@@ -77,6 +78,8 @@ def command(
         _show_plan(plan.describe(), as_json)
         return
     run = run_plan(plan, out, jobs or 0)
+    if not run.reports:
+        return
     if as_json:
         print_json(run.summary.model_dump(mode="json"))
     else:
