@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import importlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as shells have it."""
+
+_NO_WIDTH = 10_000
+"""Columns of what is not a terminal: more than any row has."""
 
 _OUTPUT_FAILS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
 """A full or broken disk under anything that is written, stdout included."""
@@ -85,10 +89,16 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def console(as_json: bool = False) -> Console:
-    """Console for human text: stdout, or stderr when stdout belongs to a JSON document."""
+    """Console for human text: stdout, or stderr when stdout belongs to a JSON document.
+
+    Tables fit a terminal; into a pipe or file each row is one line, however long, for grep and for logs.
+    """
     from rich.console import Console
 
-    return Console(stderr=as_json, highlight=False, soft_wrap=True)
+    found = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    if not found.is_terminal and "COLUMNS" not in os.environ:
+        found.width = _NO_WIDTH
+    return found
 
 
 def print_json(value: Any) -> None:

@@ -86,6 +86,12 @@ def prepare_output(
     """
     for source in sources:
         check_place(out, source)
+    for place in (out, *out.parents):
+        if place.is_symlink() and not place.exists():
+            raise UsageError(
+                f"{place} is a symbolic link to {place.readlink()}, which is not there",
+                "make the folder that it points to, mount its disk, or give another folder",
+            )
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file", "give a folder that does not exist yet")
     recorded = recorded_options(out)

@@ -169,15 +169,23 @@ def _check_groups(source: Source, form: str, found: Decisions, problems: Problem
             groups[key.layer, role.fuse][label] = scheme.name
         elif key.role in engine_group and form == "checkpoint":
             groups[key.layer, engine_group[key.role]][label] = scheme.name
+    layers: dict[str, list[object]] = defaultdict(list)  # what differs -> where
     for (layer, _), members in groups.items():
-        if len(set(members.values())) > 1:
-            by_scheme: dict[str, list[str]] = defaultdict(list)
-            for label, name in members.items():
-                by_scheme[name].append(label)
-            shown = "; ".join(
-                f"{name}: {', '.join(labels[:4])}{', ...' * (len(labels) > 4)}" for name, labels in by_scheme.items()
-            )
-            problems.use.append(f"layer {layer}: parts of one fused GEMM have different schemes ({shown})")
+        names = set(members.values())
+        refused = form == "checkpoint" and not all(SCHEMES[name].checkpoint_form for name in names)
+        if len(names) > 1 and not refused:  # what the form cannot hold was said once already
+            layers[_by_scheme(members)].append(layer)
+    for shown, where in layers.items():
+        place = f"layer{'s' * (len(where) > 1)} {', '.join(map(str, where[:8]))}{', ...' * (len(where) > 8)}"
+        problems.use.append(f"{place}: parts of one fused GEMM have different schemes ({shown})")
+
+
+def _by_scheme(members: dict[str, str]) -> str:
+    """As `w8a8: attn.q, attn.k; keep: attn.v`, of each scheme the first few."""
+    labels: dict[str, list[str]] = defaultdict(list)
+    for label, name in members.items():
+        labels[name].append(label)
+    return "; ".join(f"{name}: {', '.join(own[:4])}{', ...' * (len(own) > 4)}" for name, own in labels.items())
 
 
 def _check_source(source: Source, problems: Problems) -> None:

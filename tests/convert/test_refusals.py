@@ -211,3 +211,19 @@ def test_inspect_and_plan_refuse_a_rule_that_matches_nothing_as_convert_does(min
         assert found.exit_code == 2, found.output
         said.append(next(line for line in found.output.splitlines() if "mla.*" in line))
     assert len(set(said)) == 1, said
+
+
+def test_one_cause_in_many_layers_is_said_once(minimax: Path, tmp_path: Path) -> None:
+    found = CliRunner().invoke(main, ["convert", str(minimax), "-o", str(tmp_path / "o"), "--recipe", "w8a8-group128"])
+    assert found.exit_code == 2
+    assert found.output.count("  - ") == 1, found.output
+    assert "no engine loads scheme w8a8-group128" in found.output
+
+
+@pytest.mark.parametrize("below", ["", "folder"])
+def test_an_output_behind_a_dangling_link_is_refused(minimax: Path, tmp_path: Path, below: str) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
+    found = CliRunner().invoke(main, ["convert", str(minimax), "-o", str(tmp_path / "link" / below)])
+    assert found.exit_code == 2
+    assert "symbolic link" in found.output
+    assert not (tmp_path / "unmounted").exists()

@@ -271,3 +271,8 @@ def test_the_command_says_how_much_was_compared(made: dict[str, Path], minimax: 
     alone = CliRunner().invoke(main, ["verify", str(made["checkpoint"]), "--sample", "5"])
     assert alone.exit_code == 2
     assert "--source" in alone.output
+
+
+def test_rows_are_whole_lines_where_there_is_no_terminal(made: dict[str, Path]) -> None:
+    said = CliRunner(env={"COLUMNS": None}).invoke(main, ["verify", str(made["checkpoint"])]).output
+    assert "config.json describes the tensors" in said
