@@ -16,7 +16,8 @@ _EPILOG = """\b
 Examples:
   quantkit verify OUT                    checksums, names, index, config
   quantkit verify OUT --source MODEL     also every weight against the source
-  quantkit verify OUT --source MODEL --sample 5%   values of a twentieth of the tensors
+  quantkit verify OUT --source MODEL --sample 5%
+                                         values of a twentieth of the tensors
   quantkit verify OUT --quick            sizes and headers only
   quantkit verify OUT --public-key K.pub also that it was signed with this key
 """
