@@ -106,6 +106,7 @@ bench: peers  ## time and memory: conversion, verification, planning, calibratio
 	@$(BENCH)/convert_speed.py $(BENCH_ARGS)
 	@$(BENCH)/verify_speed.py $(BENCH_ARGS)
 	@$(BENCH)/plan_speed.py $(BENCH_ARGS)
+	@$(BENCH)/many_tensors.py $(BENCH_ARGS)
 	@$(BENCH)/calibrate_memory.py $(BENCH_ARGS)
 	@$(BENCH)/faults.py $(BENCH_ARGS)
 
