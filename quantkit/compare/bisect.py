@@ -63,11 +63,13 @@ class LayerComparison:
     def report(self) -> LayerReport:
         """Everything about this layer."""
         operators = list(self._operators())
-        findings = [
+        early, late = self._operator_findings(operators)
+        experts = list(self._expert_findings())
+        findings = [  # weights, then what runs first; a wrong expert is what makes their sum wrong
             *self._weight_findings(),
+            *early,
             *self._routing_findings(),
-            *self._expert_findings(),
-            *self._operator_findings(operators),
+            *(experts or late),
             *self._long_findings(),
         ]
         row = self._row(bad=bool(findings))
@@ -137,15 +139,17 @@ class LayerComparison:
     def _limit(self, module: str) -> float:
         return self.limits.expert_error if module.rpartition(".")[2] == "experts" else self.limits.operator_error
 
-    def _operator_findings(self, operators: list[Operator]) -> Iterator[Finding]:
-        """The first operator beyond its limit."""
+    def _operator_findings(self, operators: list[Operator]) -> tuple[list[Finding], list[Finding]]:
+        """The first operator beyond its limit: in the first list when it runs before the experts."""
+        chosen = False
         for before, operator in zip([None, *operators], operators, strict=False):
+            chosen = chosen or operator.name.rpartition(".")[2] == "experts"
             if operator.bad:
                 what = "before" if operator.end == "in" else "operator"
-                yield self._finding(
-                    what, self.role(operator.name), operator.error, self.role(before.name) if before else ""
-                )
-                return
+                detail = self.role(before.name) if before else ""
+                found = [self._finding(what, self.role(operator.name), operator.error, detail)]
+                return ([], found) if chosen else (found, [])
+        return [], []
 
     def _weight_findings(self) -> Iterator[Finding]:
         for name, want in self.source.items():
@@ -156,9 +160,9 @@ class LayerComparison:
                 old, new = (want, found) if expert is None else (want[expert], found[expert])
                 error = relative_error(old, new) if old.shape == new.shape else math.inf
                 if error > self.limits.weight_error:
-                    why = explain(name, self.source, self.seen.weights, expert) if math.isfinite(error) else ""
+                    known = explain(name, self.source, self.seen.weights, expert) if old.shape == new.shape else None
                     operator = name.removeprefix(f"weight.layers.{self.index}.").removesuffix(".weight")
-                    yield self._finding("weight", operator, error, why, expert)
+                    yield self._finding("weight", operator, error, expert=expert, known=known)
 
     def _expert_findings(self) -> Iterator[Finding]:
         """Experts that give other values on the same rows."""
@@ -170,10 +174,10 @@ class LayerComparison:
         ]
         bad = [expert for expert, error in enumerate(errors) if error > self.limits.expert_error]
         if len(bad) > 1 and len(bad) == len(errors):
-            yield self._finding("expert", "experts", max(errors), "all")
+            yield self._finding("expert", "experts", max(errors), known=("all", ""))
             return
         for expert in bad:
-            yield self._finding("expert", "experts", errors[expert], "", expert)
+            yield self._finding("expert", "experts", errors[expert], expert=expert)
 
     def _routing_findings(self) -> Iterator[Finding]:
         """Other choices of experts on the same input: by other scores, or between equal ones."""
@@ -219,7 +223,16 @@ class LayerComparison:
                 return
             before = module
 
-    def _finding(self, what: str, operator: str, error: float, detail: str = "", expert: int | None = None) -> Finding:
+    def _finding(
+        self,
+        what: str,
+        operator: str,
+        error: float,
+        detail: str = "",
+        *,
+        expert: int | None = None,
+        known: tuple[str, str] | None = None,
+    ) -> Finding:
         return Finding.model_validate(
             {
                 "layer": self.index,
@@ -227,7 +240,8 @@ class LayerComparison:
                 "expert": expert,
                 "what": what,
                 "error": min(error, _WORST),
-                "detail": detail,
+                "why": known[0] if known else "",
+                "detail": known[1] if known else detail,
             }
         )
 

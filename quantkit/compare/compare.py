@@ -12,11 +12,11 @@ from quantkit import __version__
 from quantkit.archs.modeling import decoder_layers
 from quantkit.compare.answers import by_kind, by_position, greedy_row, needle_rows, positions
 from quantkit.compare.bisect import LayerComparison, LayerReport, per_token, rms
-from quantkit.compare.candidate import Layers, LayerSeen, Measurement, Subject, read_layers
+from quantkit.compare.candidate import Answer, Layers, LayerSeen, Measurement, Subject, read_layers
 from quantkit.compare.distributions import Kept, divergence
-from quantkit.compare.fingerprint import explain, relative_error
+from quantkit.compare.fingerprint import Explanation, explain, relative_error
 from quantkit.compare.limits import Limits
-from quantkit.compare.result import Comparison, Finding, Greedy
+from quantkit.compare.result import Comparison, Difference, Finding, Greedy
 from quantkit.compare.verdict import checks
 from quantkit.errors import InputError
 from quantkit.spec.baseline import LOGPROBS_NAME, OUTSIDE_NAME, Baseline
@@ -34,7 +34,7 @@ def compare(
     limits: Limits,
     *,
     facts: Mapping[str, str],
-    companions: Sequence[str],
+    companions: Sequence[Difference],
     text: Callable[[Sequence[int]], str],
     decode: Decode,
     advance: Callable[[int], None] = lambda tokens: None,
@@ -118,10 +118,10 @@ def compare(
 
 
 def _greedy(
-    prompt: Tokens, source: Kept, answer: object, limits: Limits, text: Callable[[Sequence[int]], str], decode: Decode
+    prompt: Tokens, source: Kept, answer: Answer, limits: Limits, text: Callable[[Sequence[int]], str], decode: Decode
 ) -> Greedy:
     continuation = decode(prompt.ids[: prompt.prompt_tokens], len(prompt.ids) - prompt.prompt_tokens)
-    return greedy_row(prompt, source, answer, continuation, limits.decided_margin, text)  # type: ignore[arg-type]
+    return greedy_row(prompt, source, answer, continuation, limits.decided_margin, text)
 
 
 def _layers(
@@ -145,13 +145,8 @@ def _outside(source: Mapping[str, Tensor], found: Mapping[str, Tensor], limits: 
         error = relative_error(want, found[name]) if want.shape == found[name].shape else 1e30
         if error > limits.weight_error:
             operator = name.removeprefix("weight.").removesuffix(".weight")
-            yield Finding(
-                layer=None,
-                operator=operator,
-                what="weight",
-                error=min(error, 1e30),
-                detail=explain(name, source, found) if want.shape == found[name].shape else "",
-            )
+            known = explain(name, source, found) if want.shape == found[name].shape else Explanation()
+            yield Finding(layer=None, operator=operator, what="weight", error=min(error, 1e30), **known._asdict())
 
 
 def _head(kl: float, limits: Limits) -> Iterator[Finding]:

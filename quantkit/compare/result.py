@@ -146,7 +146,8 @@ class Finding(_Strict):
         expert: routed expert, None for others.
         what: "weight", "expert", "operator", "before", "routing", "ties", "long", "layer", "head", "embedding".
         error: relative error, or share of other choices.
-        detail: data for the sentence: what the weight is instead, the operator before.
+        why: of a weight, see `fingerprint.Explanation`; "all" of experts: every one of them, so no single weight.
+        detail: data for the sentence: that of the explanation, the operator before, the number of ties.
     """
 
     layer: int | None
@@ -154,7 +155,23 @@ class Finding(_Strict):
     expert: int | None = None
     what: Literal["weight", "expert", "operator", "before", "routing", "ties", "long", "layer", "head", "embedding"]
     error: float
+    why: Literal["", "factor", "other", "rows", "offset", "all"] = ""
     detail: str = ""
+
+
+class Difference(_Strict):
+    """Something beside the weights that is not the source's.
+
+    Attributes:
+        what: "config", "tokenizer", "no_tokenizer", "template", "no_template" or "stop_tokens".
+        name: key of the config.
+        source, candidate: both values as text.
+    """
+
+    what: Literal["config", "tokenizer", "no_tokenizer", "template", "no_template", "stop_tokens"]
+    name: str = ""
+    source: str = ""
+    candidate: str = ""
 
 
 class Comparison(_Strict):
@@ -166,7 +183,7 @@ class Comparison(_Strict):
         passed: every check passed.
         model_type, source_digest: of the baseline.
         candidate: facts: form, scheme, dtype, device, transforms.
-        companions: differences beside the weights, as sentences.
+        companions: differences beside the weights.
         checks: limits, in their order.
         kinds, positions: distributions by kind of text and by range of positions.
         greedy, needles, layers: as their names say.
@@ -182,7 +199,7 @@ class Comparison(_Strict):
     model_type: str
     source_digest: str
     candidate: dict[str, str]
-    companions: tuple[str, ...]
+    companions: tuple[Difference, ...]
     checks: tuple[Check, ...]
     kinds: tuple[Distribution, ...]
     positions: tuple[Distribution, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from quantkit.compare.limits import Limits
-from quantkit.compare.result import Check, Distribution, Finding, Greedy, Layer, Needle
+from quantkit.compare.result import Check, Difference, Distribution, Finding, Greedy, Layer, Needle
 
 WORST = 1e30
 
@@ -19,7 +19,7 @@ _FINDING_OF = {
 def checks(
     limits: Limits,
     *,
-    companions: Sequence[str],
+    companions: Sequence[Difference],
     kinds: Sequence[Distribution],
     decided: tuple[int, int],
     greedy: Sequence[Greedy],

@@ -1,4 +1,4 @@
-"""`quantkit-runtime compare`: load a candidate, run it on a baseline's inputs, judge. The judging is `quantkit.compare`."""
+"""`quantkit-runtime compare`: load a candidate and run it on a baseline's inputs; `quantkit.compare` judges."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from pathlib import Path
 
 import torch
 
+from quantkit.archs.modeling import TOKENIZER_FILES, load_tokenizer
 from quantkit.compare.candidate import Subject
-from quantkit.compare.companions import companion_problems, tokenizer_record
+from quantkit.compare.companions import companion_differences, tokenizer_record
 from quantkit.compare.compare import compare
 from quantkit.compare.limits import load_limits
-from quantkit.compare.result import Comparison
+from quantkit.compare.result import Comparison, Difference
 from quantkit.console import Progress
 from quantkit.spec.baseline import Baseline, read_baseline
 from quantkit.spec.manifest import manifest_path, read_manifest
 from quantkit.spec.transform import Step
 from quantkit_runtime import device as devices
-from quantkit_runtime.generate import TOKENIZER_FILES, greedy, load_tokenizer
+from quantkit_runtime.engine import Engine
 from quantkit_runtime.graft import LoadedModel, load_model
+from quantkit_runtime.kv_cache import KvFormat
 from quantkit_runtime.loader import require_folder
 from quantkit_runtime.memory import out_of_memory_as_error
+from quantkit_runtime.session import make_runner
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def run(options: Options) -> Comparison:
                 "device": device.name,
                 "transforms": ", ".join(step.step for step in transforms),
             },
-            companions=tuple(_companions(options.candidate, baseline, loaded, tokenizer)),
+            companions=_companions(options.candidate, baseline, loaded, tokenizer),
             text=_decoder(tokenizer),
             decode=_continuation(loaded),
             advance=progress.advance,
@@ -80,8 +83,8 @@ def _tokenizer(root: Path) -> object | None:
     return load_tokenizer(root) if any((root / name).is_file() for name in TOKENIZER_FILES) else None
 
 
-def _companions(root: Path, baseline: Baseline, loaded: LoadedModel, tokenizer: object | None) -> Sequence[str]:
-    return list(companion_problems(baseline, loaded.files.config, tokenizer_record(root, tokenizer)))
+def _companions(root: Path, baseline: Baseline, loaded: LoadedModel, tokenizer: object | None) -> Sequence[Difference]:
+    return tuple(companion_differences(baseline, loaded.files.config, tokenizer_record(root, tokenizer)))
 
 
 def _decoder(tokenizer: object | None) -> Callable[[Sequence[int]], str]:
@@ -92,8 +95,14 @@ def _decoder(tokenizer: object | None) -> Callable[[Sequence[int]], str]:
 
 
 def _continuation(loaded: LoadedModel) -> Callable[[Sequence[int], int], Sequence[int]]:
+    fmt = KvFormat(loaded.dtype, loaded.dtype)
+
     def decode(prompt: Sequence[int], count: int) -> Sequence[int]:
-        ids = torch.tensor([list(prompt)], device=loaded.device.torch)
-        return greedy(loaded.model, ids, count).tokens if count else ()
+        if not count:
+            return ()
+        runner = make_runner(loaded, fmt, 1 + fmt.blocks(len(prompt) + count))
+        with torch.inference_mode():
+            (generated,) = Engine(runner).generate([prompt], count)
+        return generated.tokens
 
     return decode

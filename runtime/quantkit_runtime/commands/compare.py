@@ -47,7 +47,7 @@ def command(
     Example:
       quantkit-runtime compare BASELINE OUT --report comparison.html
     """
-    from quantkit.compare.wording import sentence
+    from quantkit.compare.report import sentences
     from quantkit_runtime import compare
 
     out = console(as_json)
@@ -64,7 +64,7 @@ def command(
         raise VerificationError(
             "the candidate does not keep to the limits",
             "begin with the first finding; limits can be replaced with --limits, findings cannot",
-            items=[*result.companions, *map(sentence, result.findings)],
+            items=sentences(result),
         )
     out.print("passed: the candidate keeps to every limit")
 
@@ -92,8 +92,12 @@ def _print(out: Console, result: Comparison) -> None:
     out.print(kinds)
     for greedy in result.greedy:
         first = greedy.first
-        end = "same as the source's" if first is None else (
-            f"token {first.step}: {first.source!r} (by {first.source_margin:.2f} nats) against {first.candidate!r} "
-            f"(by {first.candidate_margin:.2f})"
+        end = (
+            "same as the source's"
+            if first is None
+            else (
+                f"token {first.step}: {first.source!r} (by {first.source_margin:.2f} nats) against {first.candidate!r} "
+                f"(by {first.candidate_margin:.2f})"
+            )
         )
         out.print(f"{greedy.prompt}: {greedy.agreed} of {greedy.tokens} tokens agree; {end}", markup=False)
