@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from quantkit.cli import main
-from quantkit.convert.run import convert
+from quantkit.convert.run import Form, convert
 from quantkit.convert.sample import Sample, records_of
 from quantkit.convert.verify import verify
 from quantkit.recipe import load_recipe
@@ -276,3 +276,14 @@ def test_the_command_says_how_much_was_compared(made: dict[str, Path], minimax: 
 def test_rows_are_whole_lines_where_there_is_no_terminal(made: dict[str, Path]) -> None:
     said = CliRunner(env={"COLUMNS": None}).invoke(main, ["verify", str(made["checkpoint"])]).output
     assert "config.json describes the tensors" in said
+
+
+@pytest.mark.parametrize("form", ["checkpoint", "sharded"])
+def test_convert_returns_the_manifest_that_it_wrote(form: Form, minimax: Path, tmp_path: Path) -> None:
+    mesh = Mesh(tp=2, ep=2) if form == "sharded" else None
+    recipe = load_recipe("w8a8")
+    first = convert(minimax, tmp_path / "out", recipe, form=form, mesh=mesh, jobs=1)
+    path = next((tmp_path / "out").glob("*manifest.json"))
+    assert first == read_manifest(path)
+    assert first.digest
+    assert convert(minimax, tmp_path / "out", recipe, form=form, mesh=mesh, jobs=1) == first
