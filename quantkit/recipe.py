@@ -98,6 +98,21 @@ class AutoKeep(AutoGroup):
     max_share: Annotated[float, Field(gt=0, le=1)] = 0.1
 
 
+class KvCache(_Strict):
+    """How keys and values are kept.
+
+    Attributes:
+        keys, values: "int8": with one scale for each token and head, computed at run time; "float": as they are.
+            Values are averaged, so their rounding reaches the output undamped: keep them unless memory decides.
+        checkpoint: what the checkpoint form says, since engines cannot be told of the above there: "fp8" writes a
+            static scale for the keys and one for the values of each layer, which vLLM reads; "none" refuses that form.
+    """
+
+    keys: Literal["int8", "float"] = "int8"
+    values: Literal["int8", "float"] = "float"
+    checkpoint: Literal["fp8", "none"] = "fp8"
+
+
 class Mix(_Strict):
     """A source of calibration text and its share of the samples.
 
@@ -157,6 +172,7 @@ class Recipe(_Strict):
         methods: exact transforms of the weights, in order; each entry has a `name` and that method's options
             (`quantkit.calibrate.methods`).
         auto_group, auto_keep: budgets by which the calibration decides on exceptions; rules come first.
+        kv_cache: how keys and values are kept; None leaves that to who runs the model.
         calibration: how text is drawn.
     """
 
@@ -169,6 +185,7 @@ class Recipe(_Strict):
     methods: tuple[SerializeAsAny[MethodOptions], ...] = ()
     auto_group: AutoGroup | None = None
     auto_keep: AutoKeep | None = None
+    kv_cache: KvCache | None = None
     calibration: Calibration = Calibration()
 
     _scheme = field_validator("scheme")(_known_scheme)

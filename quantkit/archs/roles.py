@@ -204,6 +204,7 @@ _TABLE: tuple[Role, ...] = (
     Role("linear_attn", Kind.OPAQUE, column="attention"),
     Role("mtp", Kind.OPAQUE, stage=Stage.LAST, column="draft layers", residual=Residual.UNKNOWN),
     Role("vision", Kind.OPAQUE, stage=Stage.FIRST, column="vision", residual=Residual.UNKNOWN),
+    Role("attn.cache_scale", Kind.OPAQUE, column="attention"),  # static scales of a cache, for engines
     Role("buffer", Kind.OPAQUE, column="other"),
 )
 

@@ -41,6 +41,8 @@ DEFAULT_LAYER_RULES: Mapping[str, str] = {
     "self_attn.q_norm": "attn.q_norm",
     "self_attn.k_norm": "attn.k_norm",
     "self_attn.sinks": "attn.sinks",
+    "self_attn.k_scale": "attn.cache_scale",
+    "self_attn.v_scale": "attn.cache_scale",
     "self_attn.q_a_proj": "mla.q_a",
     "self_attn.q_a_layernorm": "mla.q_a_norm",
     "self_attn.q_b_proj": "mla.q_b",

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quantkit import __version__
+from quantkit.calibrate import kv
 from quantkit.calibrate.data import Samples
 from quantkit.calibrate.passes import record_path
 from quantkit.calibrate.state import INPUT_PREFIX, LAYER_NAME, SCALE_PREFIX, GemmRecord, LayerRecord, load_layer
@@ -75,12 +76,13 @@ def _check_starving(headers: Iterable[Header], options: Calibration) -> None:
 
 
 def _with_trials(summary: CalibrationSummary, work: Path) -> CalibrationSummary:
-    """The summary with what was decided and measured on held-out text."""
+    """The summary with what was decided, what was measured on held-out text, and of caches."""
     decided, held_out = decisions_in(work), held_out_in(work)
     if decided and held_out:
         decided = checked(decided, held_out)
     warnings = (*summary.warnings, *_trial_warnings(decided, held_out))
-    return summary.model_copy(update={"decisions": decided, "held_out": held_out, "warnings": warnings})
+    found = {"decisions": decided, "held_out": held_out, "kv_cache": kv.load_all(work), "warnings": warnings}
+    return summary.model_copy(update=found)
 
 
 def _trial_warnings(decided: Decisions | None, held_out: HeldOut | None) -> Iterator[str]:

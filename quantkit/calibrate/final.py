@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from quantkit.calibrate import kv
 from quantkit.calibrate.activations import LayerInput
 from quantkit.calibrate.measure import BatchMeasurement
 from quantkit.calibrate.observe import LayerObserver, missing_gemms
@@ -41,16 +43,28 @@ class StatisticsPass(Pass):
             sample_rows=-(-SAMPLE_ROWS // len(run.batches)) if feeds else 0,
         )
 
-        def work(index: int, inputs: list[LayerInput]) -> tuple[list[LayerInput], BatchMeasurement]:
+        def work(
+            index: int, inputs: list[LayerInput]
+        ) -> tuple[list[LayerInput], tuple[BatchMeasurement, kv.KvMoments | None]]:
             with observer.measuring(run.batches[index]) as measured:
-                return [run.stream.run_layer(run.index, inputs[0])], measured
+                outputs = [run.stream.run_layer(run.index, inputs[0])]
+            return outputs, (measured, kv.take())
 
-        with run.stream.materialized(run.index, weights.get) as module, observer.attached(module):
-            for _, measured in run.hand_on(work):
+        caches = kv.observed(run.stream.model) if plan.recipe.kv_cache else nullcontext()
+        moments: kv.KvMoments | None = None
+        with caches, run.stream.materialized(run.index, weights.get) as module, observer.attached(module):
+            for _, (measured, cached) in run.hand_on(work):
                 observer.merge(measured)
+                moments = moments.merge(cached) if moments and cached else moments or cached
             with torch.inference_mode():
                 observer.feed_starving(module, options.min_tokens_per_expert)
-        return lambda path: save_layer(path, self._record(run.index, observer, weights))
+
+        def save(path: Path) -> None:
+            if moments is not None:
+                kv.save(kv.path_beside(path), kv.require_finite(moments, run.index).summary(run.index))
+            save_layer(path, self._record(run.index, observer, weights))
+
+        return save
 
     def _record(self, layer: int, observer: LayerObserver, weights: WeightRecorder) -> LayerRecord:
         plan = self.plan

@@ -155,17 +155,20 @@ def _tied_head(source: Source) -> str:
     return f"{(found[1] if found else '') or ''}lm_head"
 
 
-def config_bytes(source: Source, ignore: tuple[str, ...] | None, original: bytes) -> bytes:
+def config_bytes(
+    source: Source, ignore: tuple[str, ...] | None, original: bytes, *, kv_cache_fp8: bool = False
+) -> bytes:
     """config.json of the output; `ignore` is None when nothing is quantized.
 
     The source's own keys stay; its `quantization_config`, which no longer describes the weights, is replaced.
+    `kv_cache_fp8`: see `quantization_config`.
     """
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     nested = config.get("text_config")
     if isinstance(nested, dict) and "quantization_config" in nested:
         config["text_config"] = {key: value for key, value in nested.items() if key != "quantization_config"}
     if ignore is not None:
-        config["quantization_config"] = quantization_config(list(ignore))
+        config["quantization_config"] = quantization_config(list(ignore), kv_cache_fp8=kv_cache_fp8)
     if config == json.loads(original):
         return original
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()

@@ -17,12 +17,14 @@ from quantkit.checkpoint.writer import order_for_alignment
 from quantkit.convert.checkpoint_form import checkpoint_tensors, config_bytes, index_bytes, linear_modules
 from quantkit.convert.compute import CalibratedScales
 from quantkit.convert.decide import Decisions, Problems, decide
+from quantkit.convert.kv_scales import has_scales, scale_tensors
 from quantkit.convert.nonweights import split_files
 from quantkit.convert.packing import lay_out
 from quantkit.convert.sharded_form import ShardedForm, Unit
 from quantkit.convert.units import How, Plan, PlannedFile, PlannedTensor
 from quantkit.errors import InputError
 from quantkit.recipe import Recipe
+from quantkit.spec.calibration import KvSummary
 from quantkit.spec.index import INDEX_NAME, SINGLE_NAME
 from quantkit.spec.layout import layout_named
 from quantkit.spec.manifest import CHECKPOINT_NAME, SHARDED_NAME, RankFiles
@@ -41,6 +43,7 @@ def plan(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     scales: CalibratedScales | None = None,
     layout: str = "plain",
+    kv_cache: tuple[KvSummary, ...] = (),
 ) -> Plan:
     """Plan a conversion.
 
@@ -50,6 +53,7 @@ def plan(
         max_shard_bytes: bound on the data of a file, unless one tensor alone is larger.
         scales: of a calibration; every quantized GEMM must have its own.
         layout: row of `spec.layout.LAYOUTS` for the INT8 weights of the sharded form.
+        kv_cache: static scales that the checkpoint form gets.
 
     Raises:
         UsageError, InputError: everything that forbids the conversion, listed.
@@ -78,14 +82,15 @@ def plan(
             if scales is not None:
                 _check_scales(source, decisions, scales, problems)
             problems.raise_if_any()
-            files = checkpoint_files(pack(checkpoint_tensors(source, decisions), max_shard_bytes))
+            units = checkpoint_tensors(source, decisions) + scale_tensors(source, kv_cache)
+            files = checkpoint_files(pack(units, max_shard_bytes))
     except InputError as error:
         if error is problems.raised or not (problems.use or problems.source):
             raise
         problems.source.append(error.message)
         problems.raise_if_any()
     ignore = linear_modules(source, decisions.is_int8, decisions.written)
-    texts = _texts(source, decisions, form, ignore, files)
+    texts = _texts(source, decisions, form, ignore, files, fp8=bool(kv_cache) or has_scales(source))
     copies, dropped_files = split_files(source.root, frozenset({*texts, *source.index.headers, INDEX_NAME}))
     result = Plan(
         form=form,
@@ -173,11 +178,17 @@ def _has_scale(source: Source, key: Key, scales: CalibratedScales) -> bool:
 
 
 def _texts(
-    source: Source, decisions: Decisions, form: str, ignore: tuple[str, ...], files: tuple[PlannedFile, ...]
+    source: Source,
+    decisions: Decisions,
+    form: str,
+    ignore: tuple[str, ...],
+    files: tuple[PlannedFile, ...],
+    *,
+    fp8: bool,
 ) -> dict[str, bytes]:
     original = (source.root / "config.json").read_bytes()
     quantized = _any_int8(decisions) and form == "checkpoint"
-    texts = {"config.json": config_bytes(source, ignore if quantized else None, original)}
+    texts = {"config.json": config_bytes(source, ignore if quantized else None, original, kv_cache_fp8=fp8)}
     index = index_bytes(files) if form == "checkpoint" else None
     if index is not None:
         texts[INDEX_NAME] = index

@@ -15,6 +15,7 @@ from quantkit.checkpoint.writer import WrittenTensor, write_atomic
 from quantkit.convert.compute import CalibratedScales
 from quantkit.convert.decided import with_decisions
 from quantkit.convert.execute import Done, Runner, SourceSpec, execute, local
+from quantkit.convert.kv_scales import cache_scales
 from quantkit.convert.plan import DEFAULT_SHARD_BYTES, plan
 from quantkit.convert.source_check import damaged, damaged_files
 from quantkit.convert.transforms import steps_of
@@ -84,7 +85,16 @@ def prepare(
     digest = _calibration_digest(calibration, source_digest, recipe) if calibration else ""
     given, recipe = recipe, with_decisions(recipe, source, form, calibration)
     scales = CalibratedScales(calibration, source) if calibration else None
-    planned = plan(source, recipe, form=form, mesh=mesh, max_shard_bytes=max_shard_bytes, scales=scales, layout=layout)
+    planned = plan(
+        source,
+        recipe,
+        form=form,
+        mesh=mesh,
+        max_shard_bytes=max_shard_bytes,
+        scales=scales,
+        layout=layout,
+        kv_cache=cache_scales(recipe, form, calibration),
+    )
     options = {
         "calibration": digest,
         "command": "convert",

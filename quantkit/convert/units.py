@@ -23,6 +23,7 @@ class How(StrEnum):
     COPY = "copy"  # the stored values, bit for bit (a native low-bit format is decoded)
     INT8 = "int8"  # quantized, or passed through when the source is INT8 per channel
     SCALE = "scale"  # the scales of an INT8 tensor, computed over whole rows of the source
+    GIVEN = "given"  # values that the plan holds
     ALIAS = "alias"  # the bytes of another tensor of the same file
 
 
@@ -53,6 +54,7 @@ class PlannedTensor:
         alias: name of the tensor whose bytes this one shares.
         global_shape, slices: see `spec.manifest.TensorRecord`.
         layout: row of `spec.layout.LAYOUTS` in which it is packed when it is written.
+        values: of a given tensor, float32.
     """
 
     name: str
@@ -70,6 +72,7 @@ class PlannedTensor:
     global_shape: tuple[int, ...] = ()
     slices: tuple[tuple[int, int, int], ...] = ()
     layout: str = "plain"
+    values: tuple[float, ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -73,6 +73,25 @@ class SampleRecord(_Strict):
     sha256: str
 
 
+class KvSummary(_Strict):
+    """Keys and values of one layer, as a cache would hold them.
+
+    Attributes:
+        layer: decoder layer.
+        key_absmax, value_absmax: largest magnitude by key/value head.
+        key_error, value_error: relative error of INT8 with one scale for each token and head, ||x - q(x)|| / ||x||.
+        k_scale, v_scale: static scales of the layer for FP8 (e4m3), float32.
+    """
+
+    layer: int
+    key_absmax: tuple[float, ...]
+    value_absmax: tuple[float, ...]
+    key_error: float
+    value_error: float
+    k_scale: float
+    v_scale: float
+
+
 class ClippingRow(_Strict):
     """Share of input channels of `role` where text `clipped` exceeds the absolute maximum seen on `scales_from`."""
 
@@ -123,6 +142,7 @@ class CalibrationSummary(_Strict):
         evaluation: of the quantized model, when it was measured.
         expert_tokens: layer -> tokens of each expert.
         files: sha256 of the artifact's tensor files by name.
+        kv_cache: one row for each layer that caches keys and values, where the recipe has `kv_cache`.
         decisions: exceptions and why, where the recipe has a budget for them.
         held_out: the quantized model beside the source on text that no statistic saw.
         warnings: whatever a person should look at, each a sentence.
@@ -143,6 +163,7 @@ class CalibrationSummary(_Strict):
     evaluation: tuple[EvaluationRow, ...] = ()
     expert_tokens: dict[int, tuple[int, ...]]
     files: dict[str, str]
+    kv_cache: tuple[KvSummary, ...] = ()
     decisions: Decisions | None = None
     held_out: HeldOut | None = None
     warnings: tuple[str, ...] = ()

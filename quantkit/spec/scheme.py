@@ -45,18 +45,21 @@ def group_size_for(k: int, preferred: int = 128) -> int:
     return next(size for size in range(min(preferred, k), 0, -1) if k % size == 0)
 
 
-def quantization_config(ignore: list[str]) -> dict[str, Any]:
+def quantization_config(ignore: list[str], *, kv_cache_fp8: bool = False) -> dict[str, Any]:
     """`quantization_config` of config.json for w8a8 in the compressed-tensors ``int-quantized`` form.
 
-    `ignore` lists every linear that is not quantized by its exact module name.
+    `ignore` lists every linear that is not quantized by its exact module name. With `kv_cache_fp8` the checkpoint has
+    static scales for a cache in FP8, one for keys and one for values of each layer: the only form that vLLM's
+    compressed-tensors loader takes right.
     """
     shared = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None, "actorder": None}
+    cache = {**shared, "type": "float", "strategy": "tensor", "dynamic": False, "observer": "minmax"}
     return {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
         "quantization_status": "compressed",
         "global_compression_ratio": None,
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": cache if kv_cache_fp8 else None,
         "ignore": ignore,
         "config_groups": {
             "group_0": {

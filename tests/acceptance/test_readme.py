@@ -48,9 +48,10 @@ def test_shown_output_of_inspect_is_real(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [line.split() for line in shown.splitlines()] == [line.split() for line in output.splitlines()]
 
 
-def test_example_recipe_is_valid() -> None:
-    (text,) = blocks("recipe")
-    assert parse_recipe(text, "README.md").rules[0].match == "expert.down"
+def test_example_recipes_are_valid() -> None:
+    careful, within_budget = (parse_recipe(text, "README.md") for text in blocks("recipe"))
+    assert careful.rules[0].match == "expert.down"
+    assert within_budget.auto_keep is not None
 
 
 def test_shipped_recipes_are_named() -> None:
