@@ -11,7 +11,6 @@ Peak memory: the layer twice, the batches that run side by side, and at the end 
 from __future__ import annotations
 
 import json
-import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,17 +19,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from quantkit.calibrate import experts
 from quantkit.calibrate.activations import LayerInput
-from quantkit.calibrate.data import Samples
+from quantkit.calibrate.data import Batch, Samples
 from quantkit.calibrate.experts import is_fused_experts
 from quantkit.calibrate.fake_quant import FakeQuantizer, Rounded, Schemes, round_to_nearest
 from quantkit.calibrate.groups import Group
 from quantkit.calibrate.passes import LayerRun, Pass, Streams
 from quantkit.calibrate.plan import Plan
+from quantkit.calibrate.scores import HeldOutScores, spaced
 from quantkit.calibrate.stream import LayerStream
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import tensor_bytes, write_atomic
@@ -38,9 +37,6 @@ from quantkit.spec.decisions import HeldOut
 from quantkit.spec.scheme import Scheme
 from quantkit.spec.tensorfile import build_header, dtype_name, read_header, read_tensor
 from quantkit.threads import one_thread_per_operation
-
-POSITIONS = 64
-"""Positions of a sample whose predictions are compared, evenly spaced."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ class LayerTrial:
             and `GROUP SCHEME`.
         agreed: variant -> choices of experts that equal the source's.
         choices: the source's choices.
-        ends: of one batch at the last layer: hidden states of `POSITIONS` tokens, one for each stream.
+        ends: of one batch at the last layer: hidden states of `scores.POSITIONS` tokens, one for each stream.
     """
 
     tokens: dict[int, int] = field(default_factory=dict)
@@ -196,7 +192,7 @@ class TrialPass(Pass):
                 error = relative_error(output.hidden, reference.hidden)
                 found.errors[alone_name(each.group.name, scheme.name)] = {batch.kind: error}
         if run.is_last:
-            found.ends = [spaced(output.hidden) for output in outputs]
+            found.ends = [output.hidden[:, spaced(output.hidden.shape[1])].contiguous() for output in outputs]
         return outputs, found
 
     # ------------------------------------------------------------------------------------------------- results
@@ -208,26 +204,20 @@ class TrialPass(Pass):
     def held_out(self, records: Sequence[Path]) -> HeldOut:
         """The output head on what left the last layer, and everything that was measured."""
         names = [variant.name for variant in self._variants]
-        batches = self.plan.batches_of(self.samples)
-        scores = {(name, batch.kind): Scores() for batch in batches for name in names}
-        for index, log_p, others in self._distributions(records[-1]):
+        results, scores = self.results(records), HeldOutScores(self.samples)
+        for batch, row, log_p, others in self._distributions(records[-1]):
             for name, log_q in zip(names, others, strict=True):
-                scores[name, batches[index].kind].add(log_p, log_q)
-        results, kinds = self.results(records), self.samples.kinds
-
-        def table(value: Callable[[Scores], float]) -> dict[str, dict[str, float]]:
-            found: dict[str, dict[str, float]] = {name: {} for name in names}
-            for (name, kind), score in scores.items():
-                found[name][kinds[kind]] = value(score)
-            return found
-
+                scores.add(name, batch, row, log_p, log_q)
         return HeldOut(
             samples=len(self.samples.samples),
             tokens=self.samples.tokens,
-            positions={kinds[kind]: row.positions for (name, kind), row in scores.items() if name == names[0]},
-            kl=table(lambda score: score.mean),
-            kl_error=table(lambda score: score.error),
-            top1=table(lambda score: score.same / score.positions),
+            positions=scores.table(lambda score: score.positions)[names[0]],
+            kl=scores.table(lambda score: score.mean),
+            kl_error=scores.table(lambda score: score.error),
+            kl_by_position=scores.by_position(),
+            top1=scores.table(lambda score: score.same / score.positions),
+            perplexity_source=scores.table(lambda score: score.perplexity_source)[names[0]],
+            perplexity=scores.table(lambda score: score.perplexity),
             layer_error={name: tuple(layer.overall(name) for layer in results) for name in names},
             routing={
                 name: {i: row.agreed[name] / row.choices for i, row in enumerate(results) if name in row.agreed}
@@ -235,12 +225,12 @@ class TrialPass(Pass):
             },
         )
 
-    def _distributions(self, record: Path) -> Iterator[tuple[int, Tensor, list[Tensor]]]:
-        """For each sample: its batch, log probabilities `[positions, V]` of the source, and those of the variants."""
+    def _distributions(self, record: Path) -> Iterator[tuple[Batch, int, Tensor, list[Tensor]]]:
+        """For each sample: its batch and row, log probabilities `[positions, V]` of the source and of the variants."""
         header, plan = read_header(record), self.plan
         stream = LayerStream(self.source, dtype=plan.dtype, device=plan.device, experts=experts.IMPLEMENTATION)
         with one_thread_per_operation(), record.open("rb") as file, stream.head():
-            for index in range(len(header.tensors) // self.streams):
+            for index, batch in enumerate(plan.batches_of(self.samples)):
                 infos = [header.tensors[f"{index}/{stream_}"] for stream_ in range(self.streams)]
                 hidden = [read_tensor(file.fileno(), info, path=record).to(plan.device) for info in infos]
                 for sample in range(len(hidden[0])):
@@ -248,47 +238,7 @@ class TrialPass(Pass):
                         stream.logits(LayerInput(each[sample : sample + 1]))[0].float().log_softmax(-1)
                         for each in hidden
                     ]
-                    yield index, log_p, others
-
-
-def spaced(hidden: Tensor) -> Tensor:
-    """`POSITIONS` evenly spaced tokens of `[batch, tokens, ...]`."""
-    tokens = hidden.shape[1]
-    where = torch.linspace(0, tokens - 1, min(POSITIONS, tokens), device=hidden.device).round().long()
-    return hidden[:, where].contiguous()
-
-
-@dataclass
-class Scores:
-    """Divergence of a variant on one kind of text.
-
-    Attributes:
-        samples: mean KL divergence of each sample.
-        same: positions with the same likeliest token.
-        positions: all of them.
-    """
-
-    samples: list[float] = field(default_factory=list)
-    same: int = 0
-    positions: int = 0
-
-    def add(self, log_p: Tensor, log_q: Tensor) -> None:
-        """Log probabilities `[positions, V]` of one sample."""
-        divergence = (log_p.exp() * (log_p - log_q)).sum(-1).double()
-        self.samples.append(float(divergence.mean()))
-        self.same += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
-        self.positions += len(log_p)
-
-    @property
-    def mean(self) -> float:
-        return math.fsum(self.samples) / len(self.samples)
-
-    @property
-    def error(self) -> float:
-        """Standard error of the mean over samples."""
-        count = len(self.samples)
-        square = math.fsum((value - self.mean) ** 2 for value in self.samples)
-        return math.sqrt(square / (count - 1) / count) if count > 1 else 0.0
+                    yield batch, sample, log_p, others
 
 
 def relative_error(hidden: Tensor, reference: Tensor) -> float:

@@ -23,13 +23,15 @@ _STYLE: Any = {
 
 
 def line_plot(series: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str) -> str:
-    """One line per name through its (x, y) points; logarithmic y when the values span more than a decade."""
+    """One line per name through its (x, y) points; y is logarithmic, without zeros, beyond a decade of values."""
     figure, axes = _figure(4.8, 3.1 + (0.17 * ((len(series) + 1) // 2) if len(series) > 1 else 0))
-    for index, (name, points) in enumerate(series.items()):
-        x, y = zip(*points, strict=True)
-        axes.plot(x, y, marker="osv^D"[index % 5], markersize=3.5, linewidth=1.2, label=name, color=f"C{index % 10}")
     values = [y for points in series.values() for _, y in points if y > 0]
-    if values and max(values) > 10 * min(values):
+    logarithmic = bool(values) and max(values) > 10 * min(values)
+    for index, (name, points) in enumerate(series.items()):
+        shown = [point for point in points if point[1] > 0 or not logarithmic]
+        x, y = [point[0] for point in shown], [point[1] for point in shown]
+        axes.plot(x, y, marker="osv^D"[index % 5], markersize=3.5, linewidth=1.2, label=name, color=f"C{index % 10}")
+    if logarithmic:
         axes.set_yscale("log")
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)

@@ -23,6 +23,9 @@ class HeldOut(_Strict):
         positions: tokens whose predictions were compared, by kind of text.
         kl: stream -> kind -> mean of KL(source || quantized) over the vocabulary, nats per token.
         kl_error: the same -> standard error of that mean over samples; 0 for a single sample.
+        kl_by_position: stream -> first position of a bucket in the sample -> mean of the same, over all kinds.
+        perplexity_source: kind -> perplexity of the source at those positions that have a next token.
+        perplexity: stream -> kind -> that of the quantized model.
         top1: the same -> share of positions with the same likeliest token.
         layer_error: stream -> for each layer, mean over tokens of ||h - h'||^2 / ||h||^2 of what leaves it.
         routing: stream -> layer -> share of the source's choices of experts that the quantized model makes as well.
@@ -33,6 +36,9 @@ class HeldOut(_Strict):
     positions: dict[str, int]
     kl: dict[str, ByKind]
     kl_error: dict[str, ByKind]
+    kl_by_position: dict[str, dict[int, float]]
+    perplexity_source: ByKind
+    perplexity: dict[str, ByKind]
     top1: dict[str, ByKind]
     layer_error: dict[str, tuple[float, ...]]
     routing: dict[str, dict[int, float]]

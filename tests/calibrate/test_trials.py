@@ -14,7 +14,7 @@ from safetensors import safe_open
 from quantkit.archs.modeling import load_tokenizer
 from quantkit.calibrate.data import draw
 from quantkit.calibrate.run import calibrate
-from quantkit.calibrate.trial import POSITIONS
+from quantkit.calibrate.scores import POSITIONS
 from quantkit.convert.parts import Part, merge_manifest, prepare_recorded, run_part
 from quantkit.convert.run import convert, prepare
 from quantkit.convert.verify import verify

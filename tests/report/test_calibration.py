@@ -5,33 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from markupsafe import escape
 
 from quantkit.calibrate.run import calibrate
 from quantkit.recipe import load_recipe, validated
 from quantkit.report.calibration import render
-from quantkit.spec.calibration import CalibrationSummary, EvaluationRow
+from quantkit.spec.calibration import CalibrationSummary
 from tests.browser import Browser, check_report
-
-EVALUATION = (
-    EvaluationRow(kind="code", first=0, last=127, tokens=4064, perplexity_source=6.784, perplexity=6.851, kl=0.0109),
-    EvaluationRow(
-        kind="chinese", first=0, last=127, tokens=4064, perplexity_source=12.192, perplexity=12.41, kl=0.0253
-    ),
-)
 
 
 @pytest.fixture(scope="module")
 def summary(deepseek: Path, tmp_path_factory: pytest.TempPathFactory) -> CalibrationSummary:
-    """Of a real model: kept roles, fallbacks, shared experts."""
+    """Of a real model: kept roles, shared experts, held-out text, decisions for both forms of output."""
     values = load_recipe("w8a8").model_dump()
-    values["calibration"] |= {"samples": 6, "seq_len": 32}
+    values["calibration"] |= {"samples": 6, "seq_len": 72, "held_out": 3}
+    values |= {"auto_keep": {"kl": 0.001, "max_share": 0.3}, "auto_group": {"kl": 0.001}}
+    values["rules"] = [{"match": "*", "scheme": "keep", "reason": "less to decide", "layers": [0, 1, 2, 3]}]
     return calibrate(deepseek, tmp_path_factory.mktemp("report") / "out", validated(values, "test"))
 
 
 @pytest.fixture(scope="module")
 def report(summary: CalibrationSummary, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(render(summary.model_copy(update={"evaluation": EVALUATION})), encoding="utf-8")
+    path.write_text(render(summary), encoding="utf-8")
     return path
 
 
@@ -40,6 +36,8 @@ def test_in_a_browser(report: Path, browser: Browser) -> None:
     chinese = browser.open(report, language="zh").text
     assert "词元数 / 平均值" in chinese  # a label of a plot
     assert "tokens / even share" not in chinese
+    assert "Decisions" in browser.open(report).text
+    assert "留出文本" in chinese
 
 
 def test_numbers_are_those_of_the_summary(summary: CalibrationSummary, report: Path) -> None:
@@ -47,8 +45,18 @@ def test_numbers_are_those_of_the_summary(summary: CalibrationSummary, report: P
     worst = max((row for row in summary.gemms if row.quantized), key=lambda row: row.token_error)
     assert f"<code>{worst.name}</code>" in page
     assert f"{worst.token_error:.2%}" in page
-    assert "12.192" in page
-    assert "+1.79 %" in page  # 12.41 / 12.192
+    held_out, decisions = summary.held_out, summary.decisions
+    assert held_out is not None
+    assert decisions is not None
+    for stream, by_kind in held_out.kl.items():
+        for kind, kl in by_kind.items():
+            assert f">{1000 * kl:.2f}<" in page  # one sample of each kind: no standard error
+            assert f"{held_out.perplexity[stream][kind]:.3f}" in page
+    exceptions = [row for form in decisions.forms.values() for row in form.exceptions]
+    assert exceptions
+    for row in exceptions:
+        assert f"<code>{row.group}</code>" in page
+        assert str(escape(row.reason)) in page
 
 
 def test_data_cannot_become_markup(summary: CalibrationSummary) -> None:
