@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quantkit.recipe import Recipe, load_recipe
+from tests.baseline.helpers import make_baseline
 from tests.browser import Browser, running_browser
 from tests.families import FAMILIES, make_tiny
 
@@ -40,6 +41,12 @@ def minimax() -> Path:
 @pytest.fixture(scope="session")
 def deepseek() -> Path:
     return MODELS / "tiny-deepseek-v3"
+
+
+@pytest.fixture(scope="session")
+def baseline(minimax: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Baseline of the trained mixture; do not change it."""
+    return make_baseline(minimax, tmp_path_factory.mktemp("baseline") / "out")
 
 
 @pytest.fixture(scope="session")

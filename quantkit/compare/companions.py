@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quantkit.compare.result import Difference
 from quantkit.errors import InputError, first_line
 from quantkit.spec.baseline import CHAT, Baseline, TokenizerRecord
 from quantkit.spec.calibration import file_sha256
 from quantkit.spec.index import read_json
+
+_LONGEST = 200
 
 NOT_COMPARED = frozenset(
     {"quantization_config", "compression_config", "transformers_version", "_name_or_path", "auto_map"}
@@ -27,15 +31,20 @@ def comparable_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def config_differences(source: Mapping[str, Any], candidate: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """One line for each key whose value differs, nested keys joined by dots."""
+def config_differences(source: Mapping[str, Any], candidate: Mapping[str, Any], path: str = "") -> Iterator[Difference]:
+    """Keys whose values differ, nested keys joined by dots."""
     for key in sorted(source.keys() | candidate.keys()):
         old, new = source.get(key), candidate.get(key)
         where = f"{path}.{key}" if path else key
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             yield from config_differences(old, new, where)
         elif old != new:
-            yield f"{where}: {old!r} in the source, {new!r} in the candidate"
+            yield Difference(what="config", name=where, source=_value(old), candidate=_value(new))
+
+
+def _value(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def stop_tokens(root: Path) -> tuple[int, ...]:
@@ -74,20 +83,19 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
         ) from error
 
 
-def companion_problems(baseline: Baseline, config: Mapping[str, Any], record: TokenizerRecord) -> Iterator[str]:
-    """What differs between source and candidate beside the weights, as sentences."""
-    for line in config_differences(baseline.config, comparable_config(config)):
-        yield f"config.json: {line}"
-    if not record.sha256 and baseline.tokenizer.sha256:
-        yield "tokenizer: the candidate has no tokenizer.json"
-    elif record.sha256 != baseline.tokenizer.sha256:
-        yield "tokenizer: tokenizer.json is not the source's"
-    if baseline.tokenizer.chat_template and not record.chat_template:
-        yield "chat template: the source has one, the candidate has none"
-    elif record.chat_template != baseline.tokenizer.chat_template:
-        yield "chat template: a conversation is rendered otherwise than with the source's"
-    if record.stop_tokens != baseline.tokenizer.stop_tokens:
-        yield (
-            f"stop tokens: {list(baseline.tokenizer.stop_tokens)} end a text of the source, "
-            f"{list(record.stop_tokens)} one of the candidate"
+def companion_differences(
+    baseline: Baseline, config: Mapping[str, Any], record: TokenizerRecord
+) -> Iterator[Difference]:
+    """What differs between source and candidate beside the weights."""
+    yield from config_differences(baseline.config, comparable_config(config))
+    want = baseline.tokenizer
+    if record.sha256 != want.sha256:
+        yield Difference(what="tokenizer" if record.sha256 else "no_tokenizer")
+    if record.chat_template != want.chat_template:
+        yield Difference(
+            what="template" if record.chat_template else "no_template",
+            source=_value(want.chat_template),
+            candidate=_value(record.chat_template),
         )
+    if record.stop_tokens != want.stop_tokens:
+        yield Difference(what="stop_tokens", source=_value(want.stop_tokens), candidate=_value(record.stop_tokens))

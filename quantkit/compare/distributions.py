@@ -8,8 +8,8 @@ same outcomes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ def edges(limits: tuple[int, ...], longest: int) -> tuple[int, ...]:
     return (0, *inner, longest)
 
 
-def summary(kl: Tensor, cos: Tensor, same: Tensor, source_nll: Tensor, candidate_nll: Tensor) -> Mapping[str, float]:
+def summary(kl: Tensor, cos: Tensor, same: Tensor, source_nll: Tensor, candidate_nll: Tensor) -> dict[str, Any]:
     """Figures of some positions, float64 `[P]` each; `same`: both have the same likeliest token."""
     change = candidate_nll - source_nll
     return {

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -122,12 +123,28 @@ def relative_error(reference: Tensor, found: Tensor) -> float:
     return 0.0 if distance == 0 else distance / size if size else math.inf
 
 
+_SHOWN = 6
 _CLOSE = 0.1
 """Two fingerprints this near are of the same weight, rounding apart; those of unrelated weights are at about 1.4."""
 
 
-def explain(name: str, reference: Mapping[str, Tensor], found: Mapping[str, Tensor], expert: int | None = None) -> str:
-    """What became of a weight, as a sentence; "" when nothing known fits.
+class Explanation(NamedTuple):
+    """What became of a weight; `detail` is data.
+
+    Attributes:
+        why: "factor" (detail: of the source's weight), "other" (the source's weight that it holds), "rows" (which row
+            holds which), "offset" (added to every channel), "" when nothing known fits.
+        detail: see there.
+    """
+
+    why: Literal["", "factor", "other", "rows", "offset"] = ""
+    detail: str = ""
+
+
+def explain(
+    name: str, reference: Mapping[str, Tensor], found: Mapping[str, Tensor], expert: int | None = None
+) -> Explanation:
+    """What became of a weight.
 
     Args:
         name: of a fingerprint, `weight.layers.3.expert.gate.weight`.
@@ -139,11 +156,15 @@ def explain(name: str, reference: Mapping[str, Tensor], found: Mapping[str, Tens
     power = float((old.double() ** 2).sum())
     factor = float((old.double() * new.double()).sum()) / power if power else 0.0
     if abs(factor) > _CLOSE and relative_error(factor * old, new) < _CLOSE:
-        return f"it is {factor:.3g} times the source's"
+        return Explanation("factor", f"{factor:.3g}")
     other = _named_after(name, new, reference, expert)
     if other:
-        return f"it holds the source's {other}"
-    return _moved_rows(name, reference, found) or _offset(old, new)
+        return Explanation("other", other)
+    rows = _moved_rows(name, reference, found)
+    if rows:
+        return Explanation("rows", rows)
+    offset = _offset(old, new)
+    return Explanation("offset", offset) if offset else Explanation()
 
 
 def _one(fingerprint: Tensor, expert: int | None) -> Tensor:
@@ -159,7 +180,7 @@ def _named_after(name: str, new: Tensor, reference: Mapping[str, Tensor], expert
         for index, one in enumerate(fingerprints) if stacked else [(None, fingerprints)]:
             same = other == name and index == expert
             if not same and one.shape == new.shape and relative_error(one, new) < _CLOSE:
-                return other.removeprefix("weight.") + (f" of expert {index}" if stacked else "")
+                return other.removeprefix("weight.").removesuffix(".weight") + (f".{index}" if stacked else "")
     return ""
 
 
@@ -174,9 +195,8 @@ def _moved_rows(name: str, reference: Mapping[str, Tensor], found: Mapping[str, 
     if not bool((distance.gather(1, nearest[:, None]).squeeze(1) <= _CLOSE * size).all()):
         return ""
     moved = [(row, int(source)) for row, source in enumerate(nearest.tolist()) if source != row]
-    shown = ", ".join(f"row {row} holds row {source}" for row, source in moved[:4])
-    more = f" and {len(moved) - 4} more" if len(moved) > 4 else ""
-    return f"its rows are permuted: {shown}{more}" if moved else ""
+    more = ", ..." if len(moved) > _SHOWN else ""
+    return ", ".join(f"{row} ← {source}" for row, source in moved[:_SHOWN]) + more
 
 
 def _offset(old: Tensor, new: Tensor) -> str:
@@ -186,4 +206,4 @@ def _offset(old: Tensor, new: Tensor) -> str:
     step = float((new - old).double().mean())
     if round(step) not in (-1, 1) or relative_error(old + round(step), new) > _CLOSE:
         return ""
-    return f"every channel differs by {round(step):+d}: (1 + weight) of this family's norms was added or left out"
+    return f"{round(step):+d}"

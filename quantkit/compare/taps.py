@@ -34,6 +34,7 @@ class Record:
         routing: int64 `[tokens, k]`, ascending.
         router: logits `[tokens, E]`.
         experts_input: rows that entered the experts.
+        output: hidden states that the layer returned at `positions`, where a caller keeps them.
     """
 
     tokens: int
@@ -42,6 +43,7 @@ class Record:
     routing: Tensor | None = None
     router: Tensor | None = None
     experts_input: Tensor | None = None
+    output: Tensor | None = None
 
     def add(self, name: str, value: Any) -> None:
         rows = None if self.positions is None else per_token(value, self.tokens)

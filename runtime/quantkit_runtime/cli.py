@@ -8,7 +8,10 @@ from __future__ import annotations
 from quantkit import __version__
 from quantkit.console import LazyGroup, version_option
 
-COMMANDS = {"smoke-load": "quantkit_runtime.commands.smoke_load"}
+COMMANDS = {
+    "compare": "quantkit_runtime.commands.compare",
+    "smoke-load": "quantkit_runtime.commands.smoke_load",
+}
 """Command -> module whose `command` implements it."""
 
 main = LazyGroup(

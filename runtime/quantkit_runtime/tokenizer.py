@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from quantkit.compare import companions
 from quantkit.errors import UsageError
-from quantkit.spec.index import read_json
 
 
 def encode(tokenizer: Any, prompt: str) -> list[int]:
@@ -27,9 +27,4 @@ def encode(tokenizer: Any, prompt: str) -> list[int]:
 
 def stop_tokens(root: Path) -> frozenset[int]:
     """End-of-text ids of both generation_config.json and config.json; either may hold one id or several."""
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        if (root / name).is_file():
-            value = read_json(root / name).get("eos_token_id")
-            found.update(value if isinstance(value, list) else [] if value is None else [value])
-    return frozenset(found)
+    return frozenset(companions.stop_tokens(root))

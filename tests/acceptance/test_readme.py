@@ -7,9 +7,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-from click.testing import Result
+from click.testing import CliRunner, Result
 
 from quantkit.recipe import parse_recipe, shipped_recipes
+from quantkit_runtime.cli import main as runtime
 from tests.acceptance.conftest import ROOT, cli, smoke_load, succeeded
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -25,6 +26,8 @@ def run(line: str) -> Result:
     if program == "python":
         assert arguments.pop(0) == "runtime/smoke_load.py"
         return smoke_load(*arguments)
+    if program == "quantkit-runtime":
+        return CliRunner().invoke(runtime, arguments)
     assert program == "quantkit", f"README marks a command that the test cannot run: {line}"
     return cli(*arguments)
 

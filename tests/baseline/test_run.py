@@ -18,7 +18,7 @@ from quantkit.cli import main
 from quantkit.errors import InputError, UsageError
 from quantkit.spec.baseline import LOGPROBS_NAME, Baseline, Sequence, layer_name, read_baseline
 from quantkit.spec.tensorfile import read_tensors
-from tests.baseline.conftest import SMALL
+from tests.baseline.helpers import SMALL, with_tokenizer
 from tests.reference import transformers_model
 
 
@@ -161,19 +161,6 @@ def test_every_kind_of_layer_is_recorded(family: str, tiny: object, minimax: Pat
     assert any(".experts.out" in name for name in names) == ("experts.output" in last)
     assert any("o_proj" in name or "out_proj" in name for name in names)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in last.values() if tensor.is_floating_point())
-
-
-def with_tokenizer(model: Path, donor: Path, out: Path) -> Path:
-    """A copy of a random model with a tokenizer whose ids are folded into its small vocabulary."""
-    shutil.copytree(model, out)
-    vocab = json.loads((out / "config.json").read_text())
-    size = vocab.get("text_config", vocab)["vocab_size"]
-    raw = json.loads((donor / "tokenizer.json").read_text())
-    raw["model"]["vocab"] = {token: number for token, number in raw["model"]["vocab"].items() if number < size}
-    raw["model"]["merges"] = []
-    (out / "tokenizer.json").write_text(json.dumps(raw))
-    shutil.copy(donor / "tokenizer_config.json", out)
-    return out
 
 
 def test_a_damaged_baseline_is_refused(baseline: Path, tmp_path: Path) -> None:

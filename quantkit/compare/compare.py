@@ -1,0 +1,165 @@
+"""A candidate held against a baseline, from its first token to its last operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit import __version__
+from quantkit.archs.modeling import decoder_layers
+from quantkit.compare.answers import by_kind, by_position, greedy_row, needle_rows, positions
+from quantkit.compare.bisect import LayerComparison, LayerReport, per_token, rms
+from quantkit.compare.candidate import Answer, Layers, LayerSeen, Measurement, Subject, read_layers
+from quantkit.compare.distributions import Kept, divergence
+from quantkit.compare.fingerprint import Explanation, explain, relative_error
+from quantkit.compare.limits import Limits
+from quantkit.compare.result import Comparison, Difference, Finding, Greedy
+from quantkit.compare.verdict import checks
+from quantkit.errors import InputError
+from quantkit.spec.baseline import LOGPROBS_NAME, OUTSIDE_NAME, Baseline
+from quantkit.spec.baseline import Sequence as Tokens
+from quantkit.spec.tensorfile import read_tensors
+
+Decode = Callable[[Sequence[int], int], Sequence[int]]
+"""(prompt ids, number of new tokens) -> the candidate's own greedy continuation with a cache."""
+
+
+def compare(
+    folder: Path,
+    baseline: Baseline,
+    subject: Subject,
+    limits: Limits,
+    *,
+    facts: Mapping[str, str],
+    companions: Sequence[Difference],
+    text: Callable[[Sequence[int]], str],
+    decode: Decode,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> Comparison:
+    """Measure and judge.
+
+    Args:
+        folder: of the baseline.
+        facts: what the candidate is, for the report.
+        companions: what differs beside the weights.
+        text: token ids -> text.
+        decode: the candidate's own decoding.
+        advance: told the tokens of every sequence that was run.
+
+    Raises:
+        InputError: the candidate has another number of layers.
+    """
+    prefix, modules = decoder_layers(subject.arch, subject.model)
+    if len(modules) != baseline.layers:
+        raise InputError(
+            f"the candidate has {len(modules)} layers, the baseline's source {baseline.layers}",
+            "compare a candidate with a baseline of its own source",
+        )
+    rows, layers = Kept(**read_tensors(folder / LOGPROBS_NAME)), read_layers(folder, baseline)
+    measurement = Measurement(subject, baseline, rows, layers, advance)
+    answers, routing, long = measurement.answers()
+    seen, embedded, head = measurement.layers(routing, long)
+    spans, probe = baseline.rows(), baseline.of_use("probe")[0]
+
+    measured = positions(baseline, rows, answers, baseline.of_use("text", "long"))
+    longest = max(len(sequence.ids) for sequence in baseline.sequences)
+    kinds = tuple(by_kind(measured, longest))
+    greedy = tuple(
+        _greedy(prompt, rows.rows(*spans[prompt.name]), answers[prompt.name], limits, text, decode)
+        for prompt in baseline.of_use("prompt")
+    )
+    needles = tuple(needle_rows(baseline, rows, answers))
+    reports = list(_layers(subject, prefix, layers, seen, limits))
+    embedding_error = rms(per_token(subject.basis(layers[0]["input"]), embedded))
+    head_kl = float(divergence(rows.rows(*spans[probe.name]), head.kept).mean())
+    outside = _outside(read_tensors(folder / OUTSIDE_NAME), measurement.outside(), limits)
+    findings = (
+        *_embedding(embedding_error, limits),
+        *(finding for report in reports for finding in report.findings),
+        *outside,
+        *_head(head_kl, limits),
+    )
+    found = tuple(
+        checks(
+            limits,
+            companions=companions,
+            kinds=kinds,
+            decided=measured.decided(limits.decided_margin),
+            greedy=greedy,
+            needles=needles,
+            layers=[report.row for report in reports],
+            findings=findings,
+            embedding_error=embedding_error,
+            head_kl=head_kl,
+        )
+    )
+    bad = next((report for report in reports if report.row.bad), None)
+    return Comparison(
+        tool_version=__version__,
+        passed=all(check.passed for check in found) and not findings,
+        model_type=baseline.model_type,
+        source_digest=baseline.source_digest,
+        candidate=dict(facts),
+        companions=tuple(companions),
+        checks=found,
+        kinds=kinds,
+        positions=tuple(by_position(measured, baseline.limits, longest)),
+        greedy=greedy,
+        needles=needles,
+        layers=tuple(report.row for report in reports),
+        first_bad_layer=bad.row.layer if bad else None,
+        operators=tuple(bad.operators) if bad else (),
+        findings=findings,
+        notes=tuple(_notes(baseline, subject)),
+    )
+
+
+def _greedy(
+    prompt: Tokens, source: Kept, answer: Answer, limits: Limits, text: Callable[[Sequence[int]], str], decode: Decode
+) -> Greedy:
+    continuation = decode(prompt.ids[: prompt.prompt_tokens], len(prompt.ids) - prompt.prompt_tokens)
+    return greedy_row(prompt, source, answer, continuation, limits.decided_margin, text)
+
+
+def _layers(
+    subject: Subject, prefix: str, layers: Layers, seen: Sequence[LayerSeen], limits: Limits
+) -> Iterator[LayerReport]:
+    unit = torch.finfo(subject.dtype).eps / 2
+    for index, (source, found) in enumerate(zip(layers, seen, strict=True)):
+        hidden = {name: subject.basis(source[name]) for name in ("input", "output", "long") if name in source}
+        yield LayerComparison(subject.arch, prefix, index, {**source, **hidden}, found, limits, unit).report()
+
+
+def _embedding(error: float, limits: Limits) -> Iterator[Finding]:
+    if error > limits.weight_error:
+        yield Finding(layer=None, operator="embed", what="embedding", error=error)
+
+
+def _outside(source: Mapping[str, Tensor], found: Mapping[str, Tensor], limits: Limits) -> Iterator[Finding]:
+    for name, want in source.items():
+        if not name.startswith("weight.") or name not in found:
+            continue
+        error = relative_error(want, found[name]) if want.shape == found[name].shape else 1e30
+        if error > limits.weight_error:
+            operator = name.removeprefix("weight.").removesuffix(".weight")
+            known = explain(name, source, found) if want.shape == found[name].shape else Explanation()
+            yield Finding(layer=None, operator=operator, what="weight", error=min(error, 1e30), **known._asdict())
+
+
+def _head(kl: float, limits: Limits) -> Iterator[Finding]:
+    if not kl <= limits.head_kl:
+        yield Finding(
+            layer=None, operator="norm.final, lm_head", what="head", error=min(kl, 1e30) if kl == kl else 1e30
+        )
+
+
+def _notes(baseline: Baseline, subject: Subject) -> Iterator[str]:
+    if subject.transforms:
+        yield "transforms"
+    if not baseline.full:
+        yield "top_k"
+    if not baseline.of_use("long"):
+        yield "no_long"
