@@ -48,12 +48,14 @@ class Rule(_Strict):
         scheme: what these tensors get.
         reason: why, for the report.
         layers: decoder layers that it is for; empty: all, and what is outside the layers.
+        optional: it may match nothing, in a recipe for several families.
     """
 
     match: str
     scheme: str
     reason: str
     layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    optional: bool = False
 
     _scheme = field_validator("scheme")(_known_scheme)
 
@@ -248,7 +250,8 @@ class Recipe(_Strict):
         return [
             rule.match
             for rule in rules
-            if not any(rule.matches(Key(layer, role), role) for layer, role in roles)
+            if not rule.optional
+            and not any(rule.matches(Key(layer, role), role) for layer, role in roles)
             and not any(rule.matches(key, name) for name, key in names.items())
         ]
 

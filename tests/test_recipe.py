@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from quantkit.archs import architecture_for
+from quantkit.archs import Key, architecture_for
+from quantkit.calibrate.weights import expected_gemms
+from quantkit.checkpoint.reader import Source
 from quantkit.errors import UsageError
 from quantkit.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
 
@@ -133,3 +136,37 @@ def test_a_rule_may_use_the_names_of_reports(match: str, name: str) -> None:
     assert [each for each, key in names.items() if recipe.rule_for(key, each)] == [name]
     with pytest.raises(UsageError, match="match nothing"):
         recipe.check_rules({"model.embed_tokens.weight": names["model.embed_tokens.weight"]}, Path("there"))
+
+
+EXPERTS = {"expert.gate", "expert.up", "expert.down"}
+SHARED = {"shared.gate", "shared.up", "shared.down"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "family", "quantized"),
+    [
+        ("w8a8-experts", "mixtral", EXPERTS),
+        ("w8a8-experts", "deepseek_v3", EXPERTS),
+        ("deepseek-v3", "deepseek_v3", EXPERTS | SHARED | {"mla.q_b", "mla.kv_b", "attn.o"}),
+    ],
+)
+def test_recipes_of_families_convert_what_they_say(
+    recipe: str, family: str, quantized: set[str], tiny: Callable[[str], Path]
+) -> None:
+    gemms = expected_gemms(Source(tiny(family)), load_recipe(recipe))
+    assert {key.role for key, gemm in gemms.items() if gemm.quantized} == quantized
+
+
+def test_a_rule_may_be_for_some_layers_and_for_some_families(tiny: Callable[[str], Path]) -> None:
+    source = Source(tiny("llama"))
+    rules = [
+        {"match": "attn.v", "layers": [1], "scheme": "keep", "reason": "a test"},
+        {"match": "mla.*", "scheme": "keep", "reason": "a test", "optional": True},
+    ]
+    values = {**load_recipe("w8a8").model_dump(), "rules": rules}
+    gemms = expected_gemms(source, Recipe.model_validate(values))
+    assert [key for key, gemm in gemms.items() if not gemm.quantized] == [Key(1, "attn.v")]
+    values["rules"] = [{**rules[0], "layers": [9]}, {**rules[1], "optional": False}]
+    with pytest.raises(UsageError, match=r"match nothing|matches no tensor") as caught:
+        expected_gemms(source, Recipe.model_validate(values))
+    assert len(caught.value.items) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,7 @@ Killed or out of space: run the same command again, finished layers are kept.
 @click.option("--force-sources", is_flag=True, help="Allow fewer kinds of text than the recipe's min_sources.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--jobs", type=click.IntRange(1), help="Batches at a time; default: the cores, at most 32.")
-@click.option("--dry-run", is_flag=True, help="Check everything, print sizes, write nothing.")
+@click.option("--dry-run", is_flag=True, help="Check everything, try one layer, print memory, disk and time.")
 @json_option
 def command(
     model: Path,
@@ -75,7 +76,9 @@ def command(
     resolved = _override(load_recipe(recipe), data, evaluation, force_sources, overrides)
     plan = make_plan(model, resolved, device=device)
     if dry_run:
-        _show_plan(plan.describe(), as_json)
+        from quantkit.calibrate.estimate import estimated_seconds
+
+        _show_plan({**plan.describe(), "estimated_seconds": estimated_seconds(plan)}, as_json)
         return
     run = run_plan(plan, out, jobs or 0)
     if not run.reports:
@@ -123,8 +126,10 @@ def _show_plan(plan: dict[str, Any], as_json: bool) -> None:
     out = console()
     for name, value in plan.items():
         shown = human_bytes(value) if name.endswith("_bytes") else value
+        if name == "estimated_seconds":
+            name, shown = "time", "unknown" if value is None else f"about {value / 60:.1f} minutes on this machine"
         shown = ", ".join(shown) if isinstance(shown, list) else shown
-        out.print(f"{name.removesuffix('_bytes').replace('_', ' '):14} {shown}", markup=False)
+        out.print(f"{name.removesuffix('_bytes').replace('_', ' '):16} {shown}", markup=False)
 
 
 def _show_summary(summary: CalibrationSummary, folder: Path, *, already: bool) -> None:
@@ -139,9 +144,24 @@ def _show_summary(summary: CalibrationSummary, folder: Path, *, already: bool) -
         markup=False,
     )
     out.print(_worst_table(summary))
+    for line in _held_out_lines(summary):
+        out.print(line, markup=False)
     for warning in summary.warnings:
         out.print(f"warning: {warning}", markup=False)
     out.print(f"report: {folder / REPORT_NAME}", markup=False)
+
+
+def _held_out_lines(summary: CalibrationSummary) -> Iterator[str]:
+    """What was measured on held-out text, and what was decided on."""
+    for stream, kl in summary.held_out.kl.items() if summary.held_out else ():
+        kind = max(kl, key=kl.__getitem__)
+        routing = summary.held_out.routing[stream] if summary.held_out else {}
+        same = (
+            f"; the source's experts are chosen in {min(routing.values()):.2%} of the cases or more" if routing else ""
+        )
+        yield f"held-out text, {stream}: KL divergence from the source at most {kl[kind]:.4f} ({kind}){same}"
+    for form, row in summary.decisions.forms.items() if summary.decisions else ():
+        yield f"exceptions of the {form} form: {len(row.exceptions)}, {row.kept_share:.2%} of the weights are kept"
 
 
 def _worst_table(summary: CalibrationSummary) -> Table:

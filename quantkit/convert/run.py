@@ -229,7 +229,7 @@ def _decisions(recipe: Mapping[str, Any]) -> dict[str, Any]:
     artifact's own matter."""
     kept = {key: value for key, value in recipe.items() if key not in ("name", "description", "calibration")}
     rules = [
-        {"layers": [], **{key: value for key, value in rule.items() if key != "reason"}}
+        {"layers": [], "optional": False, **{key: value for key, value in rule.items() if key != "reason"}}
         for rule in recipe.get("rules", ())
     ]
     return {**kept, "rules": rules}

@@ -371,6 +371,7 @@ def test_dry_run_writes_nothing(minimax: Path, tmp_path: Path) -> None:
     plan = json.loads(result.stdout)
     assert (plan["gemms"], plan["samples"], plan["spool_bytes"]) == (312, 18, 0)
     assert plan["memory_bytes"] > 0
+    assert 0 < plan["estimated_seconds"] < 3600
     assert not (tmp_path / "out").exists()
 
 

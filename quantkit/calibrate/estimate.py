@@ -1,0 +1,61 @@
+"""How long a calibration will take, from one layer and one batch: reading, and running."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from quantkit.calibrate import experts
+from quantkit.calibrate.activations import LayerInput
+from quantkit.calibrate.plan import Plan
+from quantkit.calibrate.stream import LayerStream
+from quantkit.threads import one_thread_per_operation
+
+STATISTICS = 1.15
+"""A forward that measures takes this many times one that does not."""
+
+_ROUNDING = 2.0
+"""Layers' worth of reading that rounding a layer's weights takes beside reading them."""
+
+_TOKENS = 512
+"""Of the batch that is tried."""
+
+
+def estimated_seconds(plan: Plan) -> float | None:
+    """Seconds of the whole calibration, from a trial of the middle layer; None where a layer cannot be run alone.
+
+    Batches that run side by side are counted as if they did not disturb one another; methods that search or round are
+    not counted.
+    """
+    if plan.source.arch.carried_state:
+        return None
+    with one_thread_per_operation():
+        stream = LayerStream(plan.source, dtype=plan.dtype, device=plan.device, experts=_implementation())
+        start = time.monotonic()
+        with stream.materialized(len(stream) // 2):
+            read = time.monotonic() - start
+            tokens = min(_TOKENS, plan.recipe.calibration.seq_len)
+            hidden = torch.randn(1, tokens, plan.source.dims.hidden, generator=torch.Generator().manual_seed(0))
+            start = time.monotonic()
+            stream.run_layer(len(stream) // 2, LayerInput(hidden.to(plan.device, plan.dtype)))
+            each = (time.monotonic() - start) / tokens
+    run = each / plan.default_jobs
+    statistics = read + STATISTICS * run * plan.samples.tokens
+    check = read * (1 + _ROUNDING) + 2 * run * plan.held_out.tokens if plan.held_out.samples else 0.0
+    decide = read * (1 + _ROUNDING) + _decision_passes(plan) * run * plan.held_out.tokens if plan.recipe.decides else 0
+    return len(stream) * (statistics + check + decide)
+
+
+def _decision_passes(plan: Plan) -> int:
+    """How often a batch passes through a layer while decisions are taken: streams, and groups under each scheme."""
+    from quantkit.calibrate.decisions import to_run_alone
+    from quantkit.calibrate.groups import groups_of
+
+    alone = to_run_alone(plan.recipe, groups_of(plan.source, plan.recipe))
+    return 3 + sum(len(each.schemes) for each in alone) // max(1, plan.source.dims.layers)
+
+
+def _implementation() -> str:
+    experts.register()
+    return experts.IMPLEMENTATION
