@@ -9,7 +9,10 @@ from quantkit import __version__
 from quantkit.console import LazyGroup, version_option
 
 COMMANDS = {
+    "bench": "quantkit_runtime.commands.bench",
     "compare": "quantkit_runtime.commands.compare",
+    "doctor": "quantkit_runtime.commands.doctor",
+    "generate": "quantkit_runtime.commands.generate",
     "smoke-load": "quantkit_runtime.commands.smoke_load",
 }
 """Command -> module whose `command` implements it."""
@@ -21,7 +24,9 @@ main = LazyGroup(
 
     \b
     Example:
+      quantkit-runtime doctor OUT
       quantkit-runtime smoke-load OUT --prompt "Once upon a time"
+      quantkit-runtime bench OUT
     """,
     params=[version_option("quantkit-runtime", __version__)],
 )

@@ -5,6 +5,7 @@ HIP cards are `torch.cuda` devices of a torch that was built for HIP; `torch.ver
 
 from __future__ import annotations
 
+import gc
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,18 @@ class Device:
         if self.torch.type == "cuda":
             return int(torch.cuda.memory_allocated(self.torch))
         return int(psutil.Process().memory_info().rss)
+
+    def peak_memory(self) -> int:
+        """Most bytes that were allocated on the card at once; 0 on the host, where nothing counts it."""
+        return int(torch.cuda.max_memory_allocated(self.torch)) if self.torch.type == "cuda" else 0
+
+
+def forget() -> None:
+    """Give freed memory back to the card and start counting its peak anew."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def resolve(choice: str = "auto") -> Device:

@@ -31,6 +31,7 @@ class MemoryTable:
         reserve: left alone.
         free: what could still be allocated.
         block: positions of a KV block; most_blocks: how many fit instead of the pool that was asked for.
+        longest: context of the model.
     """
 
     weights: int
@@ -41,6 +42,7 @@ class MemoryTable:
     free: int
     block: int
     most_blocks: int
+    longest: int = 1 << 60
 
     @property
     def peak(self) -> int:
@@ -53,7 +55,8 @@ class MemoryTable:
     def fits(self) -> list[tuple[int, int]]:
         """(sequences at once, longest context of each) that the card has room for."""
         most = max(0, self.most_blocks - 1)
-        return [(1 << power, (most >> power) * self.block) for power in range(most.bit_length())]
+        batches = (1 << power for power in range(min(most.bit_length(), 9)))
+        return [(batch, min(most // batch * self.block, self.longest)) for batch in batches]
 
 
 class _Allocations(TorchDispatchMode):
@@ -91,7 +94,9 @@ def measured_peak(device: torch.device, run: Callable[[], object]) -> int:
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         run()
-        return int(torch.cuda.max_memory_allocated(device)) - before
+        peak = int(torch.cuda.max_memory_allocated(device)) - before
+        torch.cuda.empty_cache()  # what is free must count as free
+        return peak
     allocations = _Allocations()
     with allocations:
         run()

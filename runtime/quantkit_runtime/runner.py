@@ -43,6 +43,7 @@ class PagedRunner:
     def __init__(self, model: Any, cache: KvCache, device: torch.device, decode: Callable[..., Tensor]) -> None:
         self.model, self.cache, self.device, self.decode = model, cache, device, decode
         self.reserve, self.release, self.nbytes = cache.reserve, cache.release, cache.nbytes
+        self.kind = f"paged, {cache.format.name}, blocks of {cache.format.block}"
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self.eager_because = "no graphs were asked for"
 
@@ -125,11 +126,11 @@ class PagedRunner:
 class TransformersRunner:
     """Runs one sequence after the other, each with a cache of transformers.
 
-    For models whose layers keep a state that blocks do not hold; `why` says which.
+    For models whose layers keep a state that blocks do not hold; `kind` says which.
     """
 
     def __init__(self, model: Any, device: torch.device, why: str) -> None:
-        self.model, self.device, self.why = model, device, why
+        self.model, self.device, self.kind = model, device, f"transformers' own, not paged: {why}"
         self.eager_because = "transformers' cache grows"
         self.graphs: dict[int, Any] = {}
         self.caches: dict[int, Any] = {}

@@ -23,7 +23,6 @@ from quantkit_runtime.kv_cache import KvFormat
 from quantkit_runtime.layers import Int8Experts
 from quantkit_runtime.loader import require_folder
 from quantkit_runtime.memory import MemoryPlan, out_of_memory_as_error
-from quantkit_runtime.runner import TransformersRunner
 from quantkit_runtime.session import make_runner
 from quantkit_runtime.tokenizer import encode, stop_tokens
 
@@ -52,7 +51,7 @@ class Result:
         logits_finite: whether all of them are finite.
         text: prompt and generated text.
         generated: token ids.
-        cache: why transformers' cache served and not the paged one; "" where the paged one did.
+        cache: what kept keys and values.
         cache_bytes: of keys and values, as they lay in memory.
         rows, verdict: GEMMs by kernel and dtype, INT8 against expected.
         memory_before, memory_after: bytes held by the process (host) or allocated on the card.
@@ -119,13 +118,13 @@ def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, o
         logits_finite=bool(torch.isfinite(logits).all()),
         text=tokenizer.decode([*prompt, *generated.tokens], skip_special_tokens=True),
         generated=generated,
-        cache=runner.why if isinstance(runner, TransformersRunner) else "",
+        cache=runner.kind,
         cache_bytes=runner.nbytes,
         rows=tuple(loaded.account.rows()),
         verdict=loaded.account.verdict(),
         memory_before=before,
         memory_after=device.used_memory(),
-        memory_peak=int(torch.cuda.max_memory_allocated()) if device.torch.type == "cuda" else 0,
+        memory_peak=device.peak_memory(),
     )
 
 
@@ -219,7 +218,7 @@ def as_json(result: Result) -> dict[str, Any]:
             "used_before": result.memory_before,
             "used_after": result.memory_after,
             "peak": result.memory_peak,
-            "kv_cache": "transformers: " + result.cache if result.cache else "paged",
+            "kv_cache": result.cache,
             "kv_cache_measured": result.cache_bytes,
         },
         "forward": {"logits_shape": list(result.logits_shape), "finite": result.logits_finite},

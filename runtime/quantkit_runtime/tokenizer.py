@@ -28,3 +28,18 @@ def encode(tokenizer: Any, prompt: str) -> list[int]:
 def stop_tokens(root: Path) -> frozenset[int]:
     """End-of-text ids of both generation_config.json and config.json; either may hold one id or several."""
     return frozenset(companions.stop_tokens(root))
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Lines of a text file, empty ones left out.
+
+    Raises:
+        InputError: unreadable, not UTF-8, or without any line.
+    """
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"{path}: {first_line(error)}", "give a UTF-8 text file with one prompt a line") from error
+    if not lines:
+        raise InputError(f"{path} holds no prompt", "give one prompt a line")
+    return lines

@@ -60,7 +60,7 @@ def test_every_family_packed_chunked_and_decoded_equals_one_forward(load: Load, 
     heads = {"index_n_heads": 32} if UNPAGED.get(family) == "DynamicIndexedLayer" else {}
     loaded = load(make_tiny(family, tmp_path, **heads))
     runner = make_runner(loaded, FLOAT, 20)
-    assert (isinstance(runner, TransformersRunner) and UNPAGED[family] in runner.why) == (family in UNPAGED)
+    assert (isinstance(runner, TransformersRunner) and UNPAGED[family] in runner.kind) == (family in UNPAGED)
     texts = prompts(37, 5, 20)
     want = [whole(loaded.model, ids) for ids in texts]
     for name, ids in enumerate(texts):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from quantkit.console import console, json_option, print_json
+from quantkit_runtime.commands.common import human_size, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,8 +49,8 @@ def command(
 
 
 def _print_plan(out: Console, plan: MemoryPlan) -> None:
-    rows = [[name, _size(size)] for name, size in [*plan.rows(), ("total", plan.total), ("free", plan.free)]]
-    _table(out, "Memory, planned", ["what", "size"], rows)
+    rows = [[name, human_size(size)] for name, size in [*plan.rows(), ("total", plan.total), ("free", plan.free)]]
+    print_table(out, "Memory, planned", ["what", "size"], rows)
 
 
 def _print_loaded(out: Console, loaded: LoadedModel) -> None:
@@ -57,9 +58,8 @@ def _print_loaded(out: Console, loaded: LoadedModel) -> None:
     out.print(f"device: {loaded.device.line}; computes in {str(loaded.dtype).removeprefix('torch.')}")
     out.print(f"loaded: {files.root} ({files.form}, architecture record {files.arch.name})")
     if checked.names:
-        out.print(
-            f"checksums: {len(checked.names)} tensors in {len(checked.files)} files correct, {_size(checked.nbytes)}"
-        )
+        read = f"{len(checked.names)} tensors in {len(checked.files)} files"
+        out.print(f"checksums: {read} correct, {human_size(checked.nbytes)}")
     else:
         out.print("checksums: none checked (no manifest, or --no-verify)")
     if loaded.unused:
@@ -69,19 +69,19 @@ def _print_loaded(out: Console, loaded: LoadedModel) -> None:
 def _print_result(out: Console, result: Result) -> None:
     generated, verdict = result.generated, result.verdict
     rows = [
-        ["held before loading", _size(result.memory_before)],
-        ["held after generation", _size(result.memory_after)],
-        ["KV cache", _size(result.cache_bytes)],
+        ["held before loading", human_size(result.memory_before)],
+        ["held after generation", human_size(result.memory_after)],
+        ["KV cache", human_size(result.cache_bytes)],
     ]
-    rows += [["largest amount on the card", _size(result.memory_peak)]] if result.memory_peak else []
-    _table(out, "Memory, measured", ["what", "size"], rows)
-    out.print(f"KV cache: transformers' own, not paged: {result.cache}" if result.cache else "KV cache: paged")
+    rows += [["largest amount on the card", human_size(result.memory_peak)]] if result.memory_peak else []
+    print_table(out, "Memory, measured", ["what", "size"], rows)
+    out.print(f"KV cache: {result.cache}")
     finite = "all finite" if result.logits_finite else "NOT FINITE"
     out.print(f"forward: logits {list(result.logits_shape)}, {finite}")
     out.print(f"generated {len(generated.tokens)} tokens{' up to a stop token' if generated.stopped else ''}:")
     out.print(f"  {result.text!r}", markup=False)
     gemms = [[row.kernel, row.dtype, row.phase, str(row.weights or "-"), str(row.calls)] for row in result.rows]
-    _table(out, "GEMMs", ["kernel", "dtype", "in", "weights", "calls"], gemms)
+    print_table(out, "GEMMs", ["kernel", "dtype", "in", "weights", "calls"], gemms)
     if verdict.expected:
         ran = verdict.forward + verdict.self_tested
         out.print(
@@ -91,20 +91,3 @@ def _print_result(out: Console, result: Result) -> None:
         )
     else:
         out.print("INT8 GEMM weights: the files hold none")
-
-
-def _table(out: Console, title: str, columns: list[str], rows: list[list[str]]) -> None:
-    from rich.table import Table
-
-    table = Table(*columns, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    out.print(table)
-
-
-def _size(size: int) -> str:
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    value, unit = float(size), 0
-    while value >= 1024 and unit < len(units) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.0f} B" if unit == 0 else f"{value:.2f} {units[unit]}"

@@ -1,0 +1,115 @@
+"""What the commands share: options of the device and the KV cache, a session from them, tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from quantkit_runtime.engine import Engine
+    from quantkit_runtime.graft import LoadedModel
+    from quantkit_runtime.memory import MemoryTable
+    from quantkit_runtime.sampling import Sampling
+
+_SHOWN: dict[str, Any] = {"show_default": True}
+_OPTIONS = (
+    click.option("--device", default="auto", **_SHOWN, help="auto, cpu, cuda or hip."),
+    click.option("--dtype", default="auto", **_SHOWN, help="Of all that is not INT8: auto, float32 or bfloat16."),
+    click.option("--kv-keys", default="int8", **_SHOWN, help="Keys in the KV cache: int8, bf16, float32 or auto."),
+    click.option("--kv-values", default="auto", **_SHOWN, help="Values in the KV cache; auto is the compute dtype."),
+    click.option("--kv-block", type=click.IntRange(1), default=16, **_SHOWN, help="Positions in a KV block."),
+    click.option("--chunk", type=click.IntRange(1), default=512, **_SHOWN, help="Tokens of a prefill forward."),
+    click.option("--no-graphs", is_flag=True, help="Do not record decode steps as graphs."),
+    click.option("--no-verify", is_flag=True, help="Do not check checksums while reading."),
+)
+
+
+def session_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that `open_session` takes."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def open_session(
+    folder: Path,
+    context: int,
+    batch: int,
+    *,
+    device: str,
+    dtype: str,
+    kv_keys: str,
+    kv_values: str,
+    kv_block: int,
+    chunk: int,
+    no_graphs: bool,
+    no_verify: bool,
+    sampling: Sampling | None = None,
+    stop: frozenset[int] = frozenset(),
+) -> tuple[LoadedModel, Engine, MemoryTable]:
+    """Load a folder and start a session for `batch` sequences of `context` positions."""
+    from quantkit_runtime import device as devices
+    from quantkit_runtime import session
+    from quantkit_runtime.graft import load_model
+    from quantkit_runtime.kv_cache import KvFormat
+    from quantkit_runtime.memory import out_of_memory_as_error
+    from quantkit_runtime.sampling import Sampling
+
+    on = devices.resolve(device)
+    compute = devices.compute_dtype(dtype, on)
+    kv = KvFormat.of(kv_keys, kv_values, compute, kv_block)
+    tokens = min(chunk, context)
+    loaded = load_model(
+        folder, on, compute, verify=not no_verify, cache_tokens=context, prompt_tokens=tokens, kv_format=kv
+    )
+    options = session.Options(context, kv, batch, tokens, not no_graphs, sampling or Sampling(), stop)
+    with out_of_memory_as_error(loaded.memory):
+        engine, table = session.start(loaded, options)
+    return loaded, engine, table
+
+
+def session_report(loaded: LoadedModel, engine: Engine, table: MemoryTable) -> dict[str, Any]:
+    """What a session runs on, for `--json`."""
+    runner = engine.runner
+    return {
+        "device": loaded.device.line,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "kv_cache": runner.kind,
+        "graphs": sorted(runner.graphs),
+        "eager_because": "" if runner.graphs else runner.eager_because,
+        "memory": {**dict(table.rows()), "fits": table.fits()},
+    }
+
+
+def print_session(out: Console, loaded: LoadedModel, engine: Engine, table: MemoryTable) -> None:
+    """The memory table and what serves."""
+    runner = engine.runner
+    graphs = f"graphs of {len(runner.graphs)} batch sizes" if runner.graphs else f"eager ({runner.eager_because})"
+    out.print(f"device: {loaded.device.line}; computes in {str(loaded.dtype).removeprefix('torch.')}")
+    out.print(f"KV cache: {runner.kind}; decode steps: {graphs}", markup=False)
+    print_table(out, "Memory", ["what", "size"], [[name, human_size(size)] for name, size in table.rows()])
+    if table.fits():
+        rows = [[str(batch), f"{context:,}"] for batch, context in table.fits()]
+        print_table(out, "What the memory has room for", ["sequences", "positions of each"], rows)
+
+
+def print_table(out: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.table import Table
+
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+
+
+def human_size(size: int) -> str:
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    value, unit = float(size), 0
+    while value >= 1024 and unit < len(units) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.0f} B" if unit == 0 else f"{value:.2f} {units[unit]}"
