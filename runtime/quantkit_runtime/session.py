@@ -99,14 +99,16 @@ def _workspace(loaded: LoadedModel, options: Options) -> int:
         ids = torch.zeros((1, min(options.chunk, options.context)), dtype=torch.long, device=device)
         with torch.no_grad():
             return measured_peak(device, lambda: loaded.model(input_ids=ids, use_cache=False, logits_to_keep=1))
-    tokens, width = min(options.chunk, options.context), options.kv.blocks(options.context)
-    packed = torch.zeros((3, tokens), dtype=torch.long, device=device)
-    packed[0] = torch.arange(tokens) % loaded.files.dims.vocab  # equal tokens would all go to the same experts
-    packed[1] = torch.arange(options.context - tokens, options.context)
-    table = torch.zeros((1, width), dtype=torch.int32, device=device)
+    context, width = options.context, options.kv.blocks(options.context)
+    tokens = min(options.chunk, context * options.batch)
+    counts = [min(context, tokens - first) for first in range(0, tokens, context)]
+    packed = torch.zeros((3, sum(counts)), dtype=torch.long, device=device)
+    packed[0] = torch.arange(sum(counts)) % loaded.files.dims.vocab  # equal tokens would all go to the same experts
+    packed[1] = torch.cat([torch.arange(context - count, context) for count in counts])
+    table = torch.zeros((len(counts), width), dtype=torch.int32, device=device)
     rows = torch.zeros((options.batch, 3 + width), dtype=torch.int32, device=device)
-    rows[:, 1] = options.context - 1
+    rows[:, 1] = context - 1
     return max(
-        measured_peak(device, lambda: runner.prefill(packed, table, ((tokens, options.context),))),
+        measured_peak(device, lambda: runner.prefill(packed, table, tuple((count, context) for count in counts))),
         measured_peak(device, lambda: runner.decode_rows(rows)),
     )

@@ -63,7 +63,7 @@ def open_session(
     on = devices.resolve(device)
     compute = devices.compute_dtype(dtype, on)
     kv = KvFormat.of(kv_keys, kv_values, compute, kv_block)
-    tokens = min(chunk, context)
+    tokens = min(chunk, context * batch)
     loaded = load_model(
         folder, on, compute, verify=not no_verify, cache_tokens=context, prompt_tokens=tokens, kv_format=kv
     )
