@@ -86,7 +86,7 @@ def start(loaded: LoadedModel, options: Options) -> tuple[Engine, MemoryTable]:
         free=device.free_memory(),
         block=fmt.block,
         most_blocks=max(0, room - graphs // block if block else 0),
-        longest=getattr(loaded.model.config, "max_position_embeddings", None) or 1 << 60,
+        longest=loaded.files.dims.max_positions or 1 << 60,
     )
     engine = Engine(runner, options.batch, options.chunk, options.stop, options.sampling)
     return engine, table

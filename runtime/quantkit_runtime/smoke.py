@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.archs import architecture_for
 from quantkit.archs.modeling import load_tokenizer
 from quantkit.arithmetic import quantize_tokens
-from quantkit.errors import UsageError, VerificationError
-from quantkit.spec.index import read_json
+from quantkit.errors import VerificationError
 from quantkit_runtime import device as devices
 from quantkit_runtime.account import GemmRow, Verdict
 from quantkit_runtime.engine import Engine, Generated
@@ -24,7 +22,7 @@ from quantkit_runtime.layers import Int8Experts
 from quantkit_runtime.loader import require_folder
 from quantkit_runtime.memory import MemoryPlan, out_of_memory_as_error
 from quantkit_runtime.session import make_runner
-from quantkit_runtime.tokenizer import encode, stop_tokens
+from quantkit_runtime.tokenizer import encode, require_positions, stop_tokens
 
 SELF_TEST_TOKENS = 3
 
@@ -91,8 +89,7 @@ def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, o
     dtype = devices.compute_dtype(options.dtype, device)
     tokenizer = load_tokenizer(options.root)
     prompt = encode(tokenizer, options.prompt)
-    positions = len(prompt) + options.max_new_tokens - 1  # the last new token is not fed back
-    _check_positions(options, len(prompt), positions)
+    positions = require_positions(options.root, len(prompt), options.max_new_tokens)
     before = device.used_memory()
     loaded = load_model(
         options.root,
@@ -126,18 +123,6 @@ def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, o
         memory_after=device.used_memory(),
         memory_peak=device.peak_memory(),
     )
-
-
-def _check_positions(options: Options, prompt: int, positions: int) -> None:
-    """Refuse, before any weight is read, what the model's positions do not hold."""
-    config = read_json(options.root / "config.json")
-    limit = architecture_for(config).dims(config).max_positions
-    if limit and positions > limit:
-        raise UsageError(
-            f"a prompt of {prompt:,} tokens and {options.max_new_tokens:,} new ones need {positions:,} positions; "
-            f"the model has {limit:,}",
-            "give a shorter --prompt or a smaller --max-new-tokens",
-        )
 
 
 def self_test(loaded: LoadedModel) -> None:

@@ -1,12 +1,14 @@
-"""Text in and out: transformers' tokenizer of a folder, and the tokens that end a text."""
+"""Prompts as tokens, how many of them a model takes, and the tokens that end a text."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from quantkit.archs import architecture_for
 from quantkit.compare import companions
-from quantkit.errors import UsageError
+from quantkit.errors import InputError, UsageError, first_line
+from quantkit.spec.index import read_json
 
 
 def encode(tokenizer: Any, prompt: str) -> list[int]:
@@ -23,6 +25,27 @@ def encode(tokenizer: Any, prompt: str) -> list[int]:
     if not ids:
         raise UsageError("the prompt has no tokens", "give a text with --prompt")
     return ids
+
+
+def max_positions(root: Path) -> int:
+    """Positions that the model of a folder was made for; a huge number where its config does not say."""
+    config = read_json(root / "config.json")
+    return architecture_for(config).dims(config).max_positions or 1 << 60
+
+
+def require_positions(root: Path, prompt: int, new: int) -> int:
+    """Positions of a prompt and its new tokens, the last of which is not fed back.
+
+    Raises:
+        UsageError: more than the model has.
+    """
+    positions, limit = prompt + new - 1, max_positions(root)
+    if positions > limit:
+        raise UsageError(
+            f"a prompt of {prompt:,} tokens and {new:,} new ones need {positions:,} positions; the model has {limit:,}",
+            "give a shorter prompt or fewer new tokens (--max-new-tokens)",
+        )
+    return positions
 
 
 def stop_tokens(root: Path) -> frozenset[int]:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from quantkit.archs.modeling import load_tokenizer
 from quantkit_runtime import bench, doctor
 from quantkit_runtime.cli import main
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.graft import LoadedModel
 from quantkit_runtime.kv_cache import KvFormat
 from quantkit_runtime.session import make_runner
-from quantkit_runtime.tokenizer import load_tokenizer
 from tests.families import VOCAB
 from tests.runtime import outputs
 from tests.runtime.conftest import TINY
@@ -73,6 +73,7 @@ def test_float_keys_give_the_tokens_of_transformers(converted: Converted) -> Non
         (("--temperature", "-1", "--top-p", "2"), 2, "sampling options are out of range"),
         (("--kv-keys", "fp8"), 2, "choices: auto, bf16, float32, int8"),
         (("--prompts", "no-such-file"), 3, "no-such-file"),
+        (("--max-new-tokens", "9999"), 2, "positions; the model has"),
     ],
 )
 def test_bad_use_says_what_to_do(converted: Converted, options: tuple[str, ...], code: int, message: str) -> None:
@@ -85,7 +86,7 @@ def test_bad_use_says_what_to_do(converted: Converted, options: tuple[str, ...],
 
 
 def test_bench_measures_every_shape_beside_the_source(converted: Converted) -> None:
-    options = ("--lengths", "6,20", "--batches", "1,2,3", "--sweep-length", 6, "--steps", 3, "--repeats", 1)
+    options = ("--lengths", "6,20,99999", "--batches", "1,2,3", "--sweep-length", 6, "--steps", 3, "--repeats", 1)
     code, out, err = run("bench", converted(TINY[0]), *options, "--baseline", "bf16", SOURCE, "--json")
     assert code == 0, err
     report = json.loads(out)
@@ -96,6 +97,7 @@ def test_bench_measures_every_shape_beside_the_source(converted: Converted) -> N
         assert rows["knee"]["batch"] >= rows["knee"]["step_back"]
         assert rows["left_out"] == []
     assert "times BF16" in err
+    assert "no such positions: 99,999 tokens" in err
 
 
 def test_bench_options_are_checked() -> None:

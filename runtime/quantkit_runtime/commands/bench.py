@@ -61,10 +61,12 @@ def command(
     """
     from quantkit_runtime import bench
     from quantkit_runtime import device as devices
+    from quantkit_runtime.loader import require_folder
+    from quantkit_runtime.tokenizer import max_positions, require_positions
 
     def measure(root: Path, **changed: Any) -> tuple[dict[str, Any], Speeds]:
         devices.forget()
-        context = max(*lengths, sweep_length) + steps + 1
+        context = require_positions(root, max(*lengths, sweep_length), steps + 1)
         loaded, engine, table = open_session(root, context, batches[-1], **{**options, **changed})
         print_session(out, loaded, engine, table)
         speeds = bench.Bench(engine, loaded.files.dims.vocab, steps=steps, repeats=repeats).run(
@@ -75,6 +77,11 @@ def command(
         return {**report, "memory_peak": peak, **bench.as_json(speeds, sweep_length)}, speeds
 
     out = console(as_json)
+    require_folder(folder)
+    longest = max_positions(folder) - steps
+    for length in [length for length in lengths if length > longest]:
+        out.print(f"not measured, the model has no such positions: {length:,} tokens and {steps} new ones")
+    lengths = [length for length in lengths if length <= longest] or lengths
     report, speeds = measure(folder)
     reports, source = {"candidate": report}, None
     if baseline is not None:

@@ -45,16 +45,17 @@ def command(
       quantkit-runtime generate OUT --prompt "The sea" --prompt "Once"
       quantkit-runtime generate OUT --prompts texts.txt --temperature 0.7 --top-p 0.9
     """
+    from quantkit.archs.modeling import load_tokenizer
     from quantkit_runtime.loader import require_folder
     from quantkit_runtime.sampling import Sampling
-    from quantkit_runtime.tokenizer import encode, load_tokenizer, read_prompts, stop_tokens
+    from quantkit_runtime.tokenizer import encode, read_prompts, require_positions, stop_tokens
 
     require_folder(folder)
     tokenizer = load_tokenizer(folder)
     texts = [*prompts, *(read_prompts(file) if file else ())] or ["The"]
     ids = [encode(tokenizer, text) for text in texts]
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
-    context, at_once = max(map(len, ids)) + max_new_tokens, min(batch or len(ids), len(ids))
+    context, at_once = require_positions(folder, max(map(len, ids)), max_new_tokens), min(batch or len(ids), len(ids))
     loaded, engine, table = open_session(
         folder, context, at_once, sampling=sampling, stop=stop_tokens(folder), **options
     )
