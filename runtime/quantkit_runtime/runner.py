@@ -81,6 +81,7 @@ class PagedRunner:
         try:
             for size in sizes:
                 rows = torch.zeros((size, 3 + width), dtype=torch.int32, device=self.device)
+                torch.cuda.synchronize()
                 with torch.cuda.stream(torch.cuda.Stream()):  # lazy initialization must not be recorded
                     self.decode_rows(rows)
                 torch.cuda.synchronize()

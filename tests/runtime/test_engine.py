@@ -116,6 +116,33 @@ def test_a_small_pool_preempts_and_changes_nothing(tiny: Callable[[str], Path], 
     assert drive.counts.positions <= drive.runner.cache.capacity
 
 
+class Replayed:
+    """Stands for a recorded graph on a host: replay computes from the rows in place, as a card does."""
+
+    def __init__(self, runner: PagedRunner, size: int, width: int) -> None:
+        self.runner, self.replays = runner, 0
+        self.rows = torch.zeros((size, 3 + width), dtype=torch.int32)
+        self.logits = runner.decode_rows(self.rows)
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.logits.copy_(self.runner.decode_rows(self.rows))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])
+def test_decode_from_fixed_rows_is_that_of_fitting_ones(tiny: Callable[[str], Path], load: Load, family: str) -> None:
+    """Rows of 2 and 4 sequences with tables for the longest context: 3 sequences run in those of 4, padded."""
+    loaded, texts = load(tiny(family)), prompts(30, 4, 17)
+    want = engine(loaded, 13, batch=3).generate(texts, 9)
+    drive = engine(loaded, 13, batch=3)
+    assert isinstance(drive.runner, PagedRunner)
+    graphs = {size: Replayed(drive.runner, size, 6) for size in (4, 2)}
+    drive.runner.graphs = {size: (graph, graph.rows, graph.logits) for size, graph in graphs.items()}  # type: ignore[misc]
+    assert drive.generate(texts[:1], 9) == want[:1]
+    assert drive.generate(texts, 9) == want
+    assert graphs[2].replays == graphs[4].replays == 8
+
+
 def test_what_can_never_fit_is_refused(tiny: Callable[[str], Path], load: Load) -> None:
     drive = engine(load(tiny("llama")), 3)
     with pytest.raises(UsageError, match=r"30 tokens and 10 new ones need 39 positions; the KV pool holds 32"):
