@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-RUNTIME_MAY_IMPORT = ("arithmetic", "archs", "compare", "console", "errors", "spec")
+RUNTIME_MAY_IMPORT = ("arithmetic", "archs", "compare", "console", "errors", "host", "spec")
 """`compare`: functions of models and arrays that a baseline and a comparison share; its imports have a test too."""
 COMPARE_MAY_IMPORT = ("arithmetic", "archs", "checkpoint.writer", "compare", "errors", "report", "rotation", "spec")
 LIGHT = ("quantkit.console", "quantkit.errors", "quantkit_runtime.commands.common")

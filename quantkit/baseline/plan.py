@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from quantkit import __version__
@@ -19,6 +18,7 @@ from quantkit.calibrate.activations import MEMORY_BUDGET
 from quantkit.calibrate.plan import choose_device, layer_bytes
 from quantkit.checkpoint.reader import Source
 from quantkit.compare.companions import tokenizer_record
+from quantkit.host import free_memory
 from quantkit.spec.baseline import Sequence, TokenizerRecord, sequences_digest
 from quantkit.threads import available_cores
 
@@ -26,7 +26,9 @@ RESIDENT_SHARE = 0.5
 """Share of the free memory that all layers together may take to be kept between passes."""
 
 MAX_JOBS = 8
-"""Texts at a time by default: attention over a long text takes memory of its own."""
+SCORE_BYTES = 4 * 2**30
+"""Texts at a time by default: as many as leave the scores of attention over the longest ones within this bound, where
+torch has no fused kernel for them (sinks, softcaps, sparse masks)."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ class Plan:
 
     @property
     def default_jobs(self) -> int:
-        return min(available_cores(), MAX_JOBS) if self.device.type == "cpu" else 1
+        scores = 4 * self.source.dims.heads * max(len(sequence.ids) for sequence in self.sequences) ** 2
+        return max(1, min(available_cores(), MAX_JOBS, SCORE_BYTES // scores)) if self.device.type == "cpu" else 1
 
     @property
     def passes(self) -> int:
@@ -163,7 +166,7 @@ def make_plan(
     sequences, warnings = make_sequences(tokenizer, source.arch, source.dims, source.config, options.texts)
     if options.new_tokens == 0:
         sequences = tuple(sequence for sequence in sequences if sequence.use != "prompt")
-    free = psutil.virtual_memory().available if place.type == "cpu" else torch.cuda.mem_get_info(place)[0]
+    free = free_memory() if place.type == "cpu" else torch.cuda.mem_get_info(place)[0]
     resident = not stream and _all_layer_bytes(source, dtype) <= RESIDENT_SHARE * free
     record = tokenizer_record(root, tokenizer)
     return Plan(source, options, sequences, record, warnings, place, dtype, memory_budget, resident)

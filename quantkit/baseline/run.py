@@ -112,8 +112,7 @@ class _Run:
         if not path.is_file():
             hidden = self._layers(stream, pool, progress)
             self._save_outside(stream)
-            positions = [self._first_scored(sequence) for sequence in self._sequences]
-            save_tensors(path, join(self._distributions(stream, hidden, positions)).tensors())
+            save_tensors(path, join(self._distributions(stream, hidden)).tensors())
         rows = Kept(**read_tensors(path))
         counts = [len(self._first_scored(sequence)) for sequence in self._sequences]
         starts = [sum(counts[:index]) for index in range(len(counts))]
@@ -128,7 +127,7 @@ class _Run:
         return (len(sequence.ids) - 1,) if sequence.use == "prompt" else sequence.scored
 
     def _layers(self, stream: LayerStream, pool: Executor, progress: Progress) -> list[Tensor]:
-        """Output `[1, T, H]` of the last layer for each sequence; writes the layers' files."""
+        """Output `[1, P, H]` of the last layer at the positions of `_first_scored`; writes the layers' files."""
         plan, total = self._plan, len(stream)
         done = next((layer for layer in range(total) if not (self._out / layer_name(layer)).is_file()), total)
         store = ActivationStore(self._work, len(self._ids), spool=plan.spools, device=plan.device)
@@ -186,7 +185,7 @@ class _Run:
                 if record:
                     keeper.add(sequence, entered, output, found)
                 if final:
-                    last.append(output.hidden)
+                    last.append(output.hidden[:, list(self._first_scored(sequence))])
                 else:
                     store.put(layer + 1, index, output)
                 progress.advance(len(sequence.ids))
@@ -203,19 +202,16 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------- distributions
 
-    def _distributions(self, stream: LayerStream, hidden: list[Tensor], positions: list[tuple[int, ...]]) -> list[Kept]:
-        """Distributions after some positions of each sequence, from the last layer's output."""
+    def _distributions(self, stream: LayerStream, hidden: list[Tensor]) -> list[Kept]:
+        """Distributions after the positions of `_first_scored`, from the last layer's output there."""
         step = max(1, LOGIT_BYTES // (4 * self._plan.source.dims.vocab))
         found = []
         with stream.head():
-            for index, places in enumerate(positions):
+            for index, sequence in enumerate(self._sequences):
                 following = torch.cat((self._ids[index][0], torch.zeros(1, dtype=torch.int64)))
-                chosen = torch.tensor(places, dtype=torch.int64)
-                parts = [
-                    self._kept(stream, hidden[index][:, part.to(hidden[index].device)], following[part + 1])
-                    for part in chosen.split(step)
-                ]
-                found.append(join(parts))
+                places = torch.tensor(self._first_scored(sequence), dtype=torch.int64)
+                pairs = zip(hidden[index].split(step, 1), places.split(step), strict=True)
+                found.append(join([self._kept(stream, part, following[where + 1]) for part, where in pairs]))
         return found
 
     def _kept(self, stream: LayerStream, hidden: Tensor, following: Tensor) -> Kept:

@@ -117,12 +117,14 @@ def greedy_row(
             decided=float(source.margin[step]) >= decided_margin,
         )
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(want, decoded, strict=False)))
+    own = first.step if first else len(want)
     return Greedy(
         prompt=prompt.name,
         kind=prompt.kind,
         tokens=len(want),
         agreed=int(same.sum()),
         decoded=common,
+        departs=common < own and float(answer.margin[common]) >= decided_margin,
         first=first,
         text=text(want),
     )

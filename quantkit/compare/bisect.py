@@ -153,15 +153,17 @@ class LayerComparison:
 
     def _weight_findings(self) -> Iterator[Finding]:
         for name, want in self.source.items():
-            if not name.startswith("weight.") or name not in self.seen.weights:
+            if not name.startswith("weight.") or not self.seen.weights:
                 continue
-            found, stacked = self.seen.weights[name], want.ndim == 3
-            for expert in range(len(want)) if stacked else [None]:
-                old, new = (want, found) if expert is None else (want[expert], found[expert])
-                error = relative_error(old, new) if old.shape == new.shape else math.inf
+            operator = name.removeprefix(f"weight.layers.{self.index}.").removesuffix(".weight")
+            found = self.seen.weights.get(name)
+            if found is None or found.shape != want.shape:
+                yield self._finding("weight", operator, math.inf)
+                continue
+            for expert in range(len(want)) if want.ndim == 3 else [None]:
+                error = relative_error(want, found) if expert is None else relative_error(want[expert], found[expert])
                 if error > self.limits.weight_error:
-                    known = explain(name, self.source, self.seen.weights, expert) if old.shape == new.shape else None
-                    operator = name.removeprefix(f"weight.layers.{self.index}.").removesuffix(".weight")
+                    known = explain(name, self.source, self.seen.weights, expert)
                     yield self._finding("weight", operator, error, expert=expert, known=known)
 
     def _expert_findings(self) -> Iterator[Finding]:

@@ -84,10 +84,16 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def companion_differences(
-    baseline: Baseline, config: Mapping[str, Any], record: TokenizerRecord
+    baseline: Baseline, config: Mapping[str, Any], record: TokenizerRecord, *, transformed: bool = False
 ) -> Iterator[Difference]:
-    """What differs between source and candidate beside the weights."""
-    yield from config_differences(baseline.config, comparable_config(config))
+    """What differs between source and candidate beside the weights.
+
+    Args:
+        transformed: its weights were transformed, which may give a tied head weights of its own.
+    """
+    for row in config_differences(baseline.config, comparable_config(config)):
+        if not (transformed and row.name.rpartition(".")[2] == "tie_word_embeddings"):
+            yield row
     want = baseline.tokenizer
     if record.sha256 != want.sha256:
         yield Difference(what="tokenizer" if record.sha256 else "no_tokenizer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from quantkit.compare.distributions import Kept, divergence
 from quantkit.compare.fingerprint import Explanation, explain, relative_error
 from quantkit.compare.limits import Limits
 from quantkit.compare.result import Comparison, Difference, Finding, Greedy
-from quantkit.compare.verdict import checks
+from quantkit.compare.verdict import checks, number
 from quantkit.errors import InputError
 from quantkit.spec.baseline import LOGPROBS_NAME, OUTSIDE_NAME, Baseline
 from quantkit.spec.baseline import Sequence as Tokens
@@ -139,21 +140,22 @@ def _embedding(error: float, limits: Limits) -> Iterator[Finding]:
 
 
 def _outside(source: Mapping[str, Tensor], found: Mapping[str, Tensor], limits: Limits) -> Iterator[Finding]:
-    for name, want in source.items():
-        if not name.startswith("weight.") or name not in found:
+    """Weights outside the layers; none are given when they have other values by design."""
+    for name, want in source.items() if found else ():
+        if not name.startswith("weight."):
             continue
-        error = relative_error(want, found[name]) if want.shape == found[name].shape else 1e30
+        new = found.get(name)
+        sound = new is not None and new.shape == want.shape
+        error = relative_error(want, new) if sound and new is not None else math.inf
         if error > limits.weight_error:
+            known = explain(name, source, found) if sound else Explanation()
             operator = name.removeprefix("weight.").removesuffix(".weight")
-            known = explain(name, source, found) if want.shape == found[name].shape else Explanation()
-            yield Finding(layer=None, operator=operator, what="weight", error=min(error, 1e30), **known._asdict())
+            yield Finding(layer=None, operator=operator, what="weight", error=number(error), **known._asdict())
 
 
 def _head(kl: float, limits: Limits) -> Iterator[Finding]:
     if not kl <= limits.head_kl:
-        yield Finding(
-            layer=None, operator="norm.final, lm_head", what="head", error=min(kl, 1e30) if kl == kl else 1e30
-        )
+        yield Finding(layer=None, operator="norm.final, lm_head", what="head", error=number(kl))
 
 
 def _notes(baseline: Baseline, subject: Subject) -> Iterator[str]:

@@ -75,7 +75,7 @@ def module_weights(
         module: with floating-point parameters, or with int8 weights and a `weight_scale` beside them.
         without: names that begin with it are passed over.
     """
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
     for name, tensor in tensors.items():
         if name.endswith("weight_scale") or tensor.is_meta or name.startswith(without):
             continue

@@ -28,7 +28,6 @@ def page(result: Comparison) -> str:
         {
             "result": result,
             "findings": result.findings[:MAX_FINDINGS],
-            "facts": ", ".join(f"{name} {value}" for name, value in result.candidate.items() if value),
             "layer_plot": _layer_plot(result),
             "key_of": _key,
             "size": _size,

@@ -15,11 +15,11 @@ class Check(_Strict):
     """One limit.
 
     Attributes:
-        name: field of `Limits`, or "companions" and "embeddings".
+        name: field of `Limits`, or "companions", "decoding" and "embeddings".
         value: worst that was found; None where there was nothing to measure.
         limit: what it is held against.
         passed: whether it keeps to it.
-        where: kind of text, layer or prompt of the worst value.
+        where: kind of text, prompt, or layer and operator of the worst value.
     """
 
     name: str
@@ -76,7 +76,8 @@ class Greedy(_Strict):
         tokens: of the continuation.
         agreed: steps where both have the same likeliest token, given the source's tokens before it.
         decoded: tokens that the candidate's own decoding with a cache has in common with the source's from the start.
-        first: where they part, None when they do not.
+        departs: the decoding parts from what its own forward over the whole text prefers, by a margin that decides.
+        first: where source and candidate part, None when they do not.
         text: the source's continuation.
     """
 
@@ -85,6 +86,7 @@ class Greedy(_Strict):
     tokens: int
     agreed: int
     decoded: int
+    departs: bool
     first: Divergence | None
     text: str
 

@@ -43,12 +43,15 @@ def checks(
     yield _least("cosine_mean", limits.cosine_mean, ((row.cosine_mean, row.kind) for row in kinds))
     yield _most("perplexity_ratio", limits.perplexity_ratio, ((_significant(row), row.kind) for row in kinds))
     yield _agreement(limits, decided, greedy)
-    routing = ((row.routing, f"layer {row.layer}") for row in layers if row.routing is not None)
+    departing = [row.prompt for row in greedy if row.departs]
+    where = departing[0] if departing else ""
+    yield Check(name="decoding", value=float(len(departing)), limit=0.0, passed=not departing, where=where)
+    routing = ((row.routing, f"layers.{row.layer}") for row in layers if row.routing is not None)
     yield _least("routing_agreement", limits.routing_agreement, routing)
     yield _most("needle_loss", limits.needle_loss, ((row.source - row.candidate, row.name) for row in needles))
     yield _most("embeddings", limits.weight_error, [(embedding_error, "")])
-    yield _least("layer_cosine", limits.layer_cosine, ((row.cosine, f"layer {row.layer}") for row in layers))
-    yield _most("layer_error", limits.layer_error, ((row.error, f"layer {row.layer}") for row in layers))
+    yield _least("layer_cosine", limits.layer_cosine, ((row.cosine, f"layers.{row.layer}") for row in layers))
+    yield _most("layer_error", limits.layer_error, ((row.error, f"layers.{row.layer}") for row in layers))
     for name, kinds_of_finding in _FINDING_OF.items():
         yield _none_found(name, getattr(limits, name), findings, kinds_of_finding)
     yield _most("head_kl", limits.head_kl, [(head_kl, "")])
@@ -63,16 +66,16 @@ def _most(name: str, limit: float, found: Iterable[tuple[float, str]]) -> Check:
     values = list(found)
     if not values:
         return Check(name=name, value=None, limit=limit, passed=True)
-    value, where = max(values, key=lambda pair: _number(pair[0]))
-    return Check(name=name, value=_number(value), limit=limit, passed=_number(value) <= limit, where=where)
+    value, where = max(values, key=lambda pair: number(pair[0]))
+    return Check(name=name, value=number(value), limit=limit, passed=number(value) <= limit, where=where)
 
 
 def _least(name: str, limit: float, found: Iterable[tuple[float, str]]) -> Check:
     values = list(found)
     if not values:
         return Check(name=name, value=None, limit=limit, passed=True)
-    value, where = min(values, key=lambda pair: -_number(-pair[0]))
-    value = -_number(-value)
+    value, where = min(values, key=lambda pair: -number(-pair[0]))
+    value = -number(-value)
     return Check(name=name, value=value, limit=limit, passed=value >= limit, where=where)
 
 
@@ -96,11 +99,11 @@ def _none_found(name: str, limit: float, findings: Sequence[Finding], kinds: tup
     if not found:
         return Check(name=name, value=None, limit=limit, passed=True)
     first = found[0]
-    where = first.operator if first.layer is None else f"layer {first.layer}, {first.operator}"
-    where += "" if first.expert is None else f", expert {first.expert}"
+    where = first.operator if first.layer is None else f"layers.{first.layer}.{first.operator}"
+    where += "" if first.expert is None else f".{first.expert}"
     return Check(name=name, value=first.error, limit=limit, passed=False, where=where)
 
 
-def _number(value: float) -> float:
+def number(value: float) -> float:
     """Not-a-number and infinity as the worst value that JSON can say."""
     return value if value == value and value < WORST else WORST

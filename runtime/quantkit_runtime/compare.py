@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,29 +68,33 @@ def run(options: Options) -> Comparison:
             load_limits("int8" if quantized else "float", options.limits),
             facts={
                 "form": loaded.files.form,
+                "layers": str(baseline.layers),
                 "weights": "int8" if quantized else "floating point",
-                "computes in": str(dtype).removeprefix("torch."),
+                "dtype": str(dtype).removeprefix("torch."),
                 "device": device.name,
                 "transforms": ", ".join(step.step for step in transforms),
             },
-            companions=_companions(options.candidate, baseline, loaded, tokenizer),
+            companions=_companions(options.candidate, baseline, loaded, tokenizer, transformed=bool(transforms)),
             text=_decoder(tokenizer),
             decode=_continuation(loaded),
             advance=progress.advance,
         )
 
 
-def _tokenizer(root: Path) -> object | None:
+def _tokenizer(root: Path) -> Any:
     return load_tokenizer(root) if any((root / name).is_file() for name in TOKENIZER_FILES) else None
 
 
-def _companions(root: Path, baseline: Baseline, loaded: LoadedModel, tokenizer: object | None) -> Sequence[Difference]:
-    return tuple(companion_differences(baseline, loaded.files.config, tokenizer_record(root, tokenizer)))
+def _companions(
+    root: Path, baseline: Baseline, loaded: LoadedModel, tokenizer: Any, *, transformed: bool
+) -> tuple[Difference, ...]:
+    record = tokenizer_record(root, tokenizer)
+    return tuple(companion_differences(baseline, loaded.files.config, record, transformed=transformed))
 
 
-def _decoder(tokenizer: object | None) -> Callable[[Sequence[int]], str]:
+def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     def text(ids: Sequence[int]) -> str:
-        return " ".join(map(str, ids)) if tokenizer is None else str(tokenizer.decode(list(ids)))  # type: ignore[attr-defined]
+        return " ".join(map(str, ids)) if tokenizer is None else str(tokenizer.decode(list(ids)))
 
     return text
 

@@ -14,10 +14,9 @@ import psutil
 import torch
 
 from quantkit.errors import UsageError
+from quantkit.host import free_memory
 
 CHOICES = ("auto", "cpu", "cuda", "hip")
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Device:
         """Bytes that can still be allocated: of the card, or of the host within its control group."""
         if self.torch.type == "cuda":
             return int(torch.cuda.mem_get_info(self.torch)[0])
-        return min(int(psutil.virtual_memory().available), _cgroup_free())
+        return free_memory()
 
     def used_memory(self) -> int:
         """Bytes that this process holds: allocated on the card, or resident on the host."""
@@ -126,16 +125,3 @@ def _cpu_name() -> str:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or "CPU"
-
-
-def _cgroup_free() -> int:
-    """Memory left under a container's limit (control groups version 2); a huge number without one."""
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-        cached = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return 2**63
-    if limit == "max":
-        return 2**63
-    return max(0, int(limit) - used + int(cached.get("inactive_file", 0)))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from quantkit import host
 from quantkit.errors import UsageError
 from quantkit_runtime import device as devices
 
@@ -50,7 +51,7 @@ def test_free_memory_respects_a_control_group(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 200\n")
-    monkeypatch.setattr(devices, "_CGROUP", tmp_path)
+    monkeypatch.setattr(host, "CGROUP", tmp_path)
     assert devices.resolve("cpu").free_memory() == 1000 - 700 + 200
     (tmp_path / "memory.max").write_text("max\n")
     assert devices.resolve("cpu").free_memory() > 1000
