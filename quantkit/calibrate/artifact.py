@@ -18,7 +18,7 @@ from quantkit.calibrate.data import Samples
 from quantkit.calibrate.passes import record_path
 from quantkit.calibrate.state import INPUT_PREFIX, LAYER_NAME, SCALE_PREFIX, GemmRecord, LayerRecord, load_layer
 from quantkit.calibrate.statistics import InputStats, clipping_shares
-from quantkit.calibrate.trials import checked, decisions_in, held_out_in
+from quantkit.calibrate.trials import YARDSTICK, checked, decisions_in, held_out_in
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import order_for_alignment, write_atomic, write_tensors
 from quantkit.errors import InputError
@@ -94,13 +94,16 @@ def _trial_warnings(decided: Decisions | None, held_out: HeldOut | None) -> Iter
                 f"the {form} form misses its budget of KL divergence {row.budget:g}: {kl[kind]:.4f} on {kind} with "
                 f"{len(row.exceptions)} exceptions, {row.kept_share:.1%} of the weights kept"
             )
-    for stream, by_layer in held_out.routing.items() if held_out else ():
+    routing = held_out.routing if held_out else {}
+    yardstick = routing.get(YARDSTICK, {})
+    for stream, by_layer in routing.items():
         low = {layer: share for layer, share in by_layer.items() if share < LOW_AGREEMENT}
-        if low:
+        if low and stream != YARDSTICK:
             worst = min(low, key=low.__getitem__)
+            beside = f"; the source in BF16 arithmetic makes {yardstick[worst]:.2%} of them" if yardstick else ""
             yield (
                 f"{stream}: in {len(low)} of {len(by_layer)} layers with experts fewer than {LOW_AGREEMENT:.1%} of the "
-                f"choices of experts are the source's; worst: layer {worst} with {low[worst]:.2%}"
+                f"source's choices of experts are made; worst: layer {worst} with {low[worst]:.2%}{beside}"
             )
 
 

@@ -27,6 +27,10 @@ from quantkit.spec.scheme import Scheme, group_size_for
 Schemes = Mapping[str, Scheme]
 """Role -> scheme; a role that is left out stays float."""
 
+BF16: Schemes = {"": Scheme("bf16", 0, 0, False, "BF16 arithmetic")}
+"""Instead of schemes: what enters and leaves every GEMM and norm is rounded to BF16. Engines that run the source round
+that and more, so it is a yardstick: what differs no more than this from the float32 model is as good as the source."""
+
 Rounded = Callable[[str, Tensor], Tensor]
 """(parameter name below the layer, value as the module holds it, `[..., N, K]`) -> dequantized INT8 of that shape."""
 
@@ -48,6 +52,11 @@ def round_tokens(x: Tensor, scheme: Scheme) -> Tensor:
     group = group_size_for(x.shape[-1], scheme.group_size)
     q, scale = quantize_tokens(x, group)
     return dequantize(q.unflatten(-1, (-1, group)), scale.unsqueeze(-1)).flatten(-2).to(x.dtype)
+
+
+def narrow(x: Tensor) -> Tensor:
+    """Values rounded to BF16, in their own dtype."""
+    return x.bfloat16().to(x.dtype)
 
 
 class _Current(threading.local):
@@ -88,6 +97,8 @@ class FakeQuantizer:
                     changed += self._attach_linear(name, module, roles)
                 elif is_fused_experts(module):
                     changed += self._attach_experts(name, module, roles)
+                elif self._is_norm(name, module):
+                    changed += self._attach_norm(module)
             yield self
         finally:
             for module, attribute in changed:
@@ -118,18 +129,37 @@ class FakeQuantizer:
         wanted = role.kind is Kind.LINEAR and any(name in roles for name in (role.name, *role.parts))
         return role.name if wanted else ""
 
-    # ----------------------------------------------------------------------------------------- linear modules
+    @property
+    def _is_narrow(self) -> bool:
+        return self._current.schemes is BF16
+
+    # ------------------------------------------------------------------------------ norms and linear modules
+
+    def _is_norm(self, name: str, module: nn.Module) -> bool:
+        key = self._arch.parse(f"{self._prefix}.{name}.weight") if "weight" in module._parameters else None
+        return key is not None and self._arch.role(key.role).kind is Kind.NORM
+
+    def _attach_norm(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
+        plain = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = plain(*args, **kwargs)
+            return narrow(output) if self._is_narrow else output
+
+        setattr(module, "forward", forward)  # noqa: B010
+        return [(module, "forward")]
 
     def _attach_linear(self, name: str, module: nn.Linear, roles: Collection[str]) -> list[tuple[nn.Module, str]]:
         parameter = f"{name}.weight"
         role = self._role(parameter, roles)
-        if not role:
-            return []
-        self._weights[parameter] = self._rounded(parameter, module.weight)
+        if role:
+            self._weights[parameter] = self._rounded(parameter, module.weight)
         plain = module.forward
 
         def forward(x: Tensor) -> Tensor:
-            scheme = self._scheme(role)
+            if self._is_narrow:
+                return narrow(plain(narrow(x)))
+            scheme = self._scheme(role) if role else None
             if scheme is None:
                 return plain(x)
             return F.linear(self._rounded_tokens(x, scheme), self._weights[parameter], module.bias)
@@ -147,10 +177,10 @@ class FakeQuantizer:
             if role:
                 found[projection] = role, f"{name}.{parameter}"
                 self._weights[f"{name}.{parameter}"] = self._rounded_experts(f"{name}.{parameter}", module, parameter)
-        if not found:
-            return []
 
         def linear(projection: str, expert: int, x_SK: Tensor, w_NK: Tensor, bias: Tensor | None) -> Tensor:
+            if self._is_narrow:
+                return narrow(F.linear(narrow(x_SK), w_NK, bias))
             role, parameter = found.get(projection, ("", ""))
             scheme = self._scheme(role) if role else None
             if scheme is None:

@@ -15,7 +15,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from quantkit.calibrate import experts
 from quantkit.calibrate.activations import LayerInput
 from quantkit.calibrate.data import Batch, Samples
 from quantkit.calibrate.experts import is_fused_experts
-from quantkit.calibrate.fake_quant import FakeQuantizer, Rounded, Schemes, round_to_nearest
+from quantkit.calibrate.fake_quant import BF16, FakeQuantizer, Rounded, Schemes, narrow, round_to_nearest
 from quantkit.calibrate.groups import Group
 from quantkit.calibrate.passes import LayerRun, Pass, Streams
 from quantkit.calibrate.plan import Plan
@@ -145,7 +145,7 @@ class TrialPass(Pass):
         self._run(run, ())
 
     def _run(self, run: LayerRun, alone: Sequence[Alone]) -> Callable[[Path], None]:
-        roles = {role for variant in self._variants for role in variant.schemes(run.index)}
+        roles = {role for variant in self._variants for role in variant.schemes(run.index) if role}
         roles |= {role for each in alone for role in each.group.roles}
         quantizer = FakeQuantizer(self.source.arch, run.prefix, self._rounded(run.index))
         total = LayerTrial()
@@ -180,7 +180,10 @@ class TrialPass(Pass):
         outputs = [reference]
         for variant, entering in zip(self._variants, inputs[1:], strict=True):
             with quantizer.running(variant.schemes(layer)):
-                outputs.append(run.stream.run_layer(layer, entering))
+                output = run.stream.run_layer(layer, entering)
+            if variant.schemes(layer) is BF16:
+                output = replace(output, hidden=narrow(output.hidden))
+            outputs.append(output)
             found.errors[variant.name] = {batch.kind: relative_error(outputs[-1].hidden, reference.hidden)}
             other = routing.take()
             if chosen is not None and other is not None:

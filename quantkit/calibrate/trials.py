@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from quantkit.calibrate.decisions import ALL, ANCHOR, ANCHOR_STEP, Decider, schemes_of, to_run_alone
-from quantkit.calibrate.fake_quant import Rounded, round_to_nearest
+from quantkit.calibrate.fake_quant import BF16, Rounded, round_to_nearest
 from quantkit.calibrate.groups import groups_of
 from quantkit.calibrate.plan import Plan
 from quantkit.calibrate.trial import TrialPass, Variant
@@ -14,6 +16,9 @@ from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import write_atomic
 from quantkit.outdir import WORK_NAME
 from quantkit.spec.decisions import Decisions, FormDecisions, HeldOut
+
+YARDSTICK = "bf16"
+"""Name of the stream of the source in BF16 arithmetic."""
 
 _DECISIONS, _HELD_OUT = "decisions.json", "held-out.json"
 """Files of the work folder; `calibration.json` holds both in the end."""
@@ -65,6 +70,8 @@ class CheckPass(TrialPass):
             else {form: schemes_of(groups, row.exceptions) for form, row in decided.forms.items()}
         )
         variants = [Variant(name, lambda layer, table=table: table.get(layer, {})) for name, table in tables.items()]  # type: ignore[misc]
+        if plan.dtype == torch.float32:  # else the source is run in BF16 itself
+            variants.append(Variant(YARDSTICK, lambda _layer: BF16))
         super().__init__(plan, source, "check", variants, rounded=rounded)
 
     def finish(self, records: Sequence[Path], out: Path) -> None:

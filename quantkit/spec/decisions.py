@@ -16,7 +16,9 @@ class HeldOut(_Strict):
     """The model as it is and as it will be, side by side on text that no statistic saw.
 
     Quantized streams are named "checkpoint" and "sharded" after the form of output whose exceptions they have, or
-    "all": every GEMM that the recipe converts, before exceptions were decided on.
+    "all": every GEMM that the recipe converts, without exceptions. "bf16" is the source itself with what enters and
+    leaves its GEMMs, norms and layers rounded to BF16: what engines at least lose when they run it, and so
+    the yardstick.
 
     Attributes:
         samples, tokens: of the text.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from quantkit.archs import Key
 from quantkit.calibrate import experts
 from quantkit.calibrate.activations import LayerInput
-from quantkit.calibrate.fake_quant import FakeQuantizer, round_tokens
+from quantkit.calibrate.fake_quant import BF16, FakeQuantizer, round_tokens
 from quantkit.calibrate.stream import LayerStream
 from quantkit.checkpoint.reader import Source
 from quantkit.spec.scheme import SCHEMES
@@ -55,6 +55,10 @@ def test_a_layer_runs_as_its_schemes_say(minimax: Path) -> None:
         with quantizer.running({"expert.down": SCHEMES["w8a8"]}):
             only_down = stream.run_layer(2, value).hidden
         assert torch.equal(seen["y"], torch.nn.functional.linear(seen["x"], module.weight))
+        with quantizer.running(BF16):
+            stream.run_layer(2, value)
+        wide = torch.nn.functional.linear(seen["x"].bfloat16().float(), module.weight)
+        assert torch.equal(seen["y"], wide.bfloat16().float())
         handle.remove()
         assert torch.equal(stream.run_layer(2, value).hidden, plain)
     assert not torch.equal(only_o, plain)

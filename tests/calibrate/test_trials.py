@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,19 @@ def test_divergence_is_that_of_the_converted_model(
     assert summary.held_out is not None
     wanted = whole_model_kl(minimax, tmp_path / "out", recipe)
     assert summary.held_out.kl["all"] == pytest.approx(wanted, rel=close)
-    assert summary.held_out.routing["all"].keys() == set(range(6))
+    assert summary.held_out.routing["all"].keys() == summary.held_out.routing["bf16"].keys() == set(range(6))
     assert all(0.9 < share <= 1 for share in summary.held_out.routing["all"].values())
+
+
+def test_bf16_is_the_yardstick(decided: Path) -> None:
+    """The source in BF16 differs from itself in float32, but less than the quantized model."""
+    held_out = read_summary(decided).held_out
+    assert held_out is not None
+    assert 0 < np.mean([*held_out.kl["bf16"].values()]) < np.mean([*held_out.kl["checkpoint"].values()])
+    assert all(
+        0 < error < other
+        for error, other in zip(held_out.layer_error["bf16"], held_out.layer_error["checkpoint"], strict=True)
+    )
 
 
 def test_exceptions_meet_the_prediction_and_have_reasons(decided: Path) -> None:
@@ -152,11 +164,18 @@ def test_a_recipe_that_decides_needs_its_calibration(minimax: Path, tmp_path: Pa
         )
 
 
-def test_groups_alone_have_no_checkpoint_form(minimax: Path, tmp_path: Path) -> None:
-    recipe = deciding(auto_group={"kl": 0.02})
-    calibrate(minimax, tmp_path / "calibration", recipe)
+def test_groups_alone_have_no_checkpoint_form(decided: Path, minimax: Path, tmp_path: Path) -> None:
+    """An artifact as a recipe without `auto_keep` leaves it."""
+    recipe = KEEPING.model_copy(update={"auto_keep": None})
+    shutil.copytree(decided, tmp_path / "calibration")
+    path = tmp_path / "calibration" / "calibration.json"
+    values = json.loads(path.read_bytes())
+    values["recipe"] = recipe.model_dump(mode="json")
+    del values["decisions"]["forms"]["checkpoint"]
+    path.write_text(json.dumps(values))
     with pytest.raises(UsageError, match="no decisions for the checkpoint form"):
         convert(minimax, tmp_path / "out", recipe, calibration=tmp_path / "calibration")
+    assert convert(minimax, tmp_path / "out", recipe, calibration=tmp_path / "calibration", form="sharded").tensors
 
 
 def test_same_decisions_for_any_jobs_and_after_a_stop(
