@@ -99,7 +99,7 @@ class Account:
         self.expected = frozenset(expected)
         self.routed = frozenset(routed)
         self.phase = "forward"
-        self.inside_int8 = False
+        self.inside_int8 = self.tracing = False
         self._calls: Counter[tuple[str, str, str]] = Counter()
         self._weights: dict[tuple[str, str, str], set[str]] = {}
 
@@ -166,6 +166,15 @@ class GemmTrace(TorchDispatchMode):
             for name, parameter in model.named_parameters()
             if name in names
         }
+
+    def __enter__(self) -> GemmTrace:
+        self._account.tracing = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._account.tracing = False
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._account.inside_int8:

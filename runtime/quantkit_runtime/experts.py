@@ -11,6 +11,7 @@ are added, or tokens travel to their experts and back (all-to-all); see `Placeme
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantkit_runtime.errors import UnsupportedDtype
+from quantkit_runtime.kernels import routed
 from quantkit_runtime.layers import Int8Experts, places_of
 from quantkit_runtime.parallel import Ranks
 
@@ -162,9 +164,36 @@ def _combined(module: Any, x_TH: Tensor, expert_Tk: Tensor, weight_Tk: Tensor) -
     whole = placement is None or placement.ranks.stage.size == 1
     if whole and not any(isinstance(getattr(module, name), Int8Experts) for name in projections):
         return _transformers_forward(module, x_TH, expert_Tk, weight_Tk)
+    if _on_card(module):
+        return _routed(module, x_TH, expert_Tk, weight_Tk)
     tokens, k = expert_Tk.shape
     token_S = torch.arange(tokens, device=x_TH.device).repeat_interleave(k)
     return _weighted(_results(module, x_TH, expert_Tk.reshape(-1), token_S), weight_Tk).to(x_TH.dtype)
+
+
+def _on_card(module: Any) -> bool:
+    """Whether both projections run in the kernels for routed experts; a team adds sums between its ranks instead."""
+    projections = [getattr(module, name) for name in (_entering(module), "down_proj")]
+    int8 = all(isinstance(one, Int8Experts) and one.team.size == 1 for one in projections)
+    return int8 and routed.serves(projections[0].family)
+
+
+def _routed(module: Any, x_TH: Tensor, expert_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
+    """`_combined` without a word to the host, so that a graph can hold it; which experts ran is asked when traced."""
+
+    def part(name: str) -> routed.Projection:
+        one = getattr(module, name)
+        met = [expert for expert, _ in places_of(expert_Tk.reshape(-1), len(one.names))] if one.account.tracing else []
+        names = tuple(name for expert in met for name in one.names[expert])
+        bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        counted = partial(one.account.int8_gemm, weights=names)
+        return routed.Projection(one.weight, one.weight_scale, bias, one.group_size, counted)
+
+    activate = None if getattr(module, "fused_silu", False) else module._apply_gate if module.has_gate else module.act_fn
+    finish = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
+    family = module.down_proj.family
+    parts = part(_entering(module)), part("down_proj")
+    return routed.routed_experts(x_TH, expert_Tk, weight_Tk, *parts, family, activate, finish)
 
 
 def _weighted(result_SH: Tensor, weight_Tk: Tensor) -> Tensor:

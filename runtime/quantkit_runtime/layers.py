@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.arithmetic import quantize, quantize_tokens, scale_from_absmax
+from quantkit.arithmetic import quantize, scale_from_absmax
 from quantkit_runtime.account import Account
 from quantkit_runtime.errors import ShapeMismatch
 from quantkit_runtime.kernels import registry
@@ -54,13 +54,13 @@ class _Int8(nn.Module):
         self.register_buffer("weight", weight)
         self.register_buffer("weight_scale", weight_scale)
         self.out_features, self.in_features = weight.shape[-2:]
-        self.group_size, self.team, self._account = group_size, team, account
-        self._kernel = registry.find("w8a8_gemm", family)
+        self.group_size, self.team, self.family, self.account = group_size, team, family, account
 
     def quantize(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
         """int8 `[T, K]` and float32 scales `[T, 1]` or `[T, K / group]`; groups lie within a rank."""
         if self.team.size == 1 or self.group_size:
-            return quantize_tokens(x_TK, self.group_size or None)
+            q, scale = registry.find("quantize", self.family).run(x_TK, self.group_size)
+            return q, scale
         scale = self.team.max(scale_from_absmax(x_TK.abs().amax(dim=-1, keepdim=True)))
         return quantize(x_TK, scale), scale
 
@@ -73,10 +73,12 @@ class _Int8(nn.Module):
         split = f", inputs split over {self.team.size} ranks" if self.team.size > 1 else ""
         return f"weight={list(self.weight.shape)}, activations per {scale}{split}"
 
-    def _run(self, names: tuple[str, ...], *arguments: Any) -> Tensor:
-        """One call of the kernel, see `kernels.registry`."""
-        with self._account.int8_gemm(self._kernel.name, names):
-            out = self._kernel.run(*arguments)
+    def _run(self, names: tuple[str, ...], q_TK: Tensor, *arguments: Any) -> Tensor:
+        """One call of the kernel for this number of tokens, see `kernels.registry`."""
+        (tokens, k), group = q_TK.shape, self.group_size
+        kernel = registry.find("w8a8_gemm", self.family, rows=tokens, k=k, group=group)
+        with self.account.int8_gemm(kernel.name, names):
+            out = kernel.run(q_TK, *arguments)
         assert isinstance(out, Tensor)
         return out
 

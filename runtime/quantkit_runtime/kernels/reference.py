@@ -263,3 +263,40 @@ def _gather(cache: Tensor, scale: Tensor | None, table: Tensor) -> Tensor:
     """Float32 `[B, kv_heads, max_blocks x block, D]` of each sequence's blocks."""
     values = cache[table].float() if scale is None else dequantize(cache[table], scale[table].unsqueeze(-1))
     return values.transpose(1, 2).flatten(2, 3)
+
+
+def rope_write(
+    qkv_TD: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    places: Tensor,
+    k_cache: Tensor,
+    k_scale: Tensor | None,
+    v_cache: Tensor,
+    v_scale: Tensor | None,
+) -> Tensor:
+    """Rotate queries and keys, write keys and values into their pages -> rotated queries `[T, H, D]`.
+
+    Args:
+        qkv_TD: `[T, (H + 2 kv_heads) x D]`, queries, keys, values.
+        cos_TR, sin_TR: `[T, D]` of each token's position, the halves of a head rotated against each other (Llama).
+        places: int64 `[T]`, block x block_size + offset of each token; negative ones are not written.
+        k_cache, k_scale, v_cache, v_scale: as in `paged_decode`; written in place.
+    """
+    kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
+    q, k, v = qkv_TD.unflatten(1, (-1, dim)).split([qkv_TD.shape[1] // dim - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    cos, sin = cos_TR.float().unsqueeze(1), sin_TR.float().unsqueeze(1)
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x.float().chunk(2, dim=-1)
+        return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+
+    kept = places >= 0
+    block, offset = places[kept] // k_cache.shape[2], places[kept] % k_cache.shape[2]
+    for values, cache, scale in ((rotated(k), k_cache, k_scale), (v, v_cache, v_scale)):
+        written = values[kept]
+        if scale is not None:
+            written, written_scale = quantize_tokens(written)
+            scale[block, :, offset] = written_scale.squeeze(-1)
+        cache[block, :, offset] = written.to(cache.dtype)
+    return rotated(q)

@@ -1,0 +1,117 @@
+// Weight-streaming INT8 GEMV for one to eight tokens: the time is that of reading the weights once.
+//
+// A block owns OUT output channels at a time and its threads split K, 16 bytes each. The next weights are requested
+// before the present ones are used. Sums are exact in int32 (per group: int32 within a thread's 16 inputs, which lie in
+// one group, then float32), are reduced by shuffles and across waves, and get the epilogue x_scale * w_scale + bias.
+// With `expert`, blockIdx.y is a slot, and each slot's row of x goes through its own expert's weights.
+
+#include "portable.h"
+
+constexpr int MAX_THREADS = 256;  // of a block; with more, eight tokens would not fit into registers
+
+struct Arguments {
+  const int8_t* x;         // [tokens, k]
+  const float* x_scale;    // [tokens, groups]
+  const int8_t* w;         // [n, k], or [experts, n, k]
+  const float* w_scale;    // [n], or [experts, n]
+  const void* bias;        // [n], or [experts, n]; may be null
+  void* out;               // [tokens, n], or [slots, n]
+  const int64_t* expert;   // [slots], or null; slots of experts outside 0..experts-1 are left as they are
+  int tokens, n, k, group, experts, share, out_type, bias_type;
+};
+
+template <int OUT>
+__device__ __forceinline__ void fetch(qk_int8x16 (&w)[OUT], const int8_t* weights, int tile, int at, int n, int k) {
+  for (int o = 0; o < OUT; ++o) {
+    const int row = tile * OUT + o;
+    w[o] = row < n && at < k ? qk_stream(weights + (int64_t)row * k + at) : qk_int8x16{};
+  }
+}
+
+template <int OUT, int TOKENS, bool GROUPED>
+__global__ void __launch_bounds__(MAX_THREADS) gemv(Arguments a) {
+  typedef typename std::conditional<GROUPED, float, int>::type sum_t;
+  const int thread = threadIdx.x, threads = blockDim.x, waves = threads / QK_WAVE;
+  const int steps = (a.k + threads * 16 - 1) / (threads * 16), tiles = (a.n + OUT - 1) / OUT;
+  const int groups = GROUPED ? a.k / a.group : 1;
+  int64_t slot = 0, which = 0;
+  if (a.expert) {
+    slot = blockIdx.y;
+    which = a.expert[slot];
+    if (which < 0 || which >= a.experts) return;
+    a.x += slot / a.share * a.k;
+    a.x_scale += slot / a.share * groups;
+  }
+  const int8_t* weights = a.w + which * a.n * a.k;
+  __shared__ sum_t partial[2][OUT * TOKENS][MAX_THREADS / QK_WAVE];  // two buffers, so that one barrier per tile is enough
+
+  qk_int8x16 next[OUT];
+  fetch<OUT>(next, weights, blockIdx.x, thread * 16, a.n, a.k);
+  int buffer = 0;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, buffer ^= 1) {
+    sum_t sum[OUT * TOKENS] = {};
+    for (int step = 0; step < steps; ++step) {
+      const int at = (step * threads + thread) * 16;
+      qk_int8x16 w[OUT], x[TOKENS];
+      for (int o = 0; o < OUT; ++o) w[o] = next[o];
+      for (int t = 0; t < TOKENS; ++t)
+        x[t] = at < a.k ? *(const qk_int8x16*)(a.x + (int64_t)(t < a.tokens ? t : 0) * a.k + at) : qk_int8x16{};
+      const bool last = step + 1 == steps;
+      fetch<OUT>(next, weights, last ? tile + (int)gridDim.x : tile, last ? thread * 16 : at + threads * 16, a.n, a.k);
+      for (int t = 0; t < TOKENS; ++t) {
+        const float scale = GROUPED && at < a.k ? a.x_scale[(t < a.tokens ? t : 0) * groups + at / a.group] : 0.f;
+        for (int o = 0; o < OUT; ++o) {
+          int dot = 0;
+          for (int i = 0; i < 4; ++i) dot = qk_dot4(w[o].word[i], x[t].word[i], dot);
+          sum[o * TOKENS + t] += GROUPED ? (sum_t)((float)dot * scale) : (sum_t)dot;
+        }
+      }
+    }
+    for (int i = 0; i < OUT * TOKENS; ++i)
+      for (int mask = QK_WAVE / 2; mask > 0; mask /= 2) sum[i] += QK_SHUFFLE_XOR(sum[i], mask);
+    if (thread % QK_WAVE == 0)
+      for (int i = 0; i < OUT * TOKENS; ++i) partial[buffer][i][thread / QK_WAVE] = sum[i];
+    __syncthreads();
+    for (int i = thread; i < OUT * TOKENS; i += threads) {
+      const int row = tile * OUT + i / TOKENS, token = i % TOKENS;
+      if (row >= a.n || token >= a.tokens) continue;
+      sum_t total = 0;
+      for (int wave = 0; wave < waves; ++wave) total += partial[buffer][i][wave];
+      float value = GROUPED ? (float)total : (float)total * a.x_scale[token];
+      value *= a.w_scale[which * a.n + row];
+      if (a.bias) value += qk_read(a.bias, a.bias_type, which * a.n + row);
+      qk_write(a.out, a.out_type, (slot + token) * a.n + row, value);
+    }
+  }
+}
+
+template <int OUT, int TOKENS>
+static void launch(const Arguments& a, int blocks, int slots, int threads, void* stream) {
+  const int tiles = (a.n + OUT - 1) / OUT;
+  const dim3 grid(tiles < blocks ? tiles : blocks, slots), block(threads);
+  if (a.group)
+    QK_LAUNCH((gemv<OUT, TOKENS, true>), grid, block, stream, a);
+  else
+    QK_LAUNCH((gemv<OUT, TOKENS, false>), grid, block, stream, a);
+}
+
+template <int OUT>
+static int by_tokens(const Arguments& a, int blocks, int slots, int threads, void* stream) {
+  if (a.expert || a.tokens == 1) launch<OUT, 1>(a, blocks, slots, threads, stream);
+  else if (a.tokens == 2) launch<OUT, 2>(a, blocks, slots, threads, stream);
+  else if (a.tokens <= 4) launch<OUT, 4>(a, blocks, slots, threads, stream);
+  else launch<OUT, 8>(a, blocks, slots, threads, stream);
+  return QK_LAST_ERROR();
+}
+
+// Returns 0, the launch's error code, or -1 for sizes that it has no kernel for. blocks: most blocks along x.
+extern "C" int quantkit_gemv(const Arguments* a, int slots, int outputs, int threads, int blocks, void* stream) {
+  const bool fits = a->tokens >= 1 && a->tokens <= 8 && a->k % 16 == 0 && a->group % 16 == 0 && threads % QK_WAVE == 0 &&
+                    threads <= MAX_THREADS && (!a->group || a->k % a->group == 0);
+  if (!fits) return -1;
+  if (outputs == 2) return by_tokens<2>(*a, blocks, slots, threads, stream);
+  if (outputs == 4) return by_tokens<4>(*a, blocks, slots, threads, stream);
+  return -1;
+}
+
+extern "C" int quantkit_wave() { return QK_WAVE; }

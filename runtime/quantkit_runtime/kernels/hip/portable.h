@@ -1,0 +1,76 @@
+// What differs between hipcc, nvcc and a CPU compiler: the only place that knows.
+#pragma once
+#include <cstdint>
+#include <type_traits>
+
+#if defined(QK_CPU)  // -DQK_CPU -DQK_WAVE=64
+#include "cpu_shim.h"
+typedef _Float16 qk_half;
+#elif defined(__CUDACC__)  // nvcc -x cu
+#include <cuda_fp16.h>
+#define QK_WAVE 32
+#define QK_SHUFFLE_XOR(value, mask) __shfl_xor_sync(0xffffffffu, value, mask)
+#define QK_LAUNCH(kernel, grid, block, stream, ...) kernel<<<grid, block, 0, (cudaStream_t)(stream)>>>(__VA_ARGS__)
+#define QK_LAST_ERROR() ((int)cudaGetLastError())
+typedef __half qk_half;
+#else  // hipcc
+#include <hip/hip_runtime.h>
+#define QK_WAVE __AMDGCN_WAVEFRONT_SIZE
+#define QK_SHUFFLE_XOR(value, mask) __shfl_xor(value, mask)
+#define QK_LAUNCH(kernel, grid, block, stream, ...) kernel<<<grid, block, 0, (hipStream_t)(stream)>>>(__VA_ARGS__)
+#define QK_LAST_ERROR() ((int)hipGetLastError())
+typedef _Float16 qk_half;
+#endif
+
+struct alignas(16) qk_int8x16 {
+  int word[4];
+};
+
+// c + the dot product of four int8 pairs.
+__device__ __forceinline__ int qk_dot4(int a, int b, int c) {
+#if defined(__CUDA_ARCH__)
+  return __dp4a(a, b, c);
+#elif defined(__HIP_DEVICE_COMPILE__) && !defined(QK_NO_DOT4)
+  return __builtin_amdgcn_sdot4(a, b, c, false);
+#else
+  for (int i = 0; i < 32; i += 8) c += (int)(int8_t)(a >> i) * (int)(int8_t)(b >> i);
+  return c;
+#endif
+}
+
+// Weights are read once: they shall not push activations out of the caches.
+__device__ __forceinline__ qk_int8x16 qk_stream(const int8_t* at) {
+  qk_int8x16 value;
+#if defined(__CUDA_ARCH__)
+  asm("ld.global.nc.L1::no_allocate.v4.s32 {%0,%1,%2,%3}, [%4];"
+      : "=r"(value.word[0]), "=r"(value.word[1]), "=r"(value.word[2]), "=r"(value.word[3]) : "l"(at));
+#elif defined(__HIP_DEVICE_COMPILE__)
+  typedef int vector4 __attribute__((ext_vector_type(4)));
+  const vector4 loaded = __builtin_nontemporal_load((const vector4*)at);
+  for (int i = 0; i < 4; ++i) value.word[i] = loaded[i];
+#else
+  value = *(const qk_int8x16*)at;
+#endif
+  return value;
+}
+
+enum qk_type { QK_FLOAT32 = 0, QK_BFLOAT16 = 1, QK_FLOAT16 = 2 };
+
+__device__ __forceinline__ float qk_read(const void* values, int type, int64_t at) {
+  if (type == QK_FLOAT32) return ((const float*)values)[at];
+  if (type == QK_FLOAT16) return (float)((const qk_half*)values)[at];
+  union { uint32_t bits; float value; } wide = {(uint32_t)((const uint16_t*)values)[at] << 16};
+  return wide.value;
+}
+
+__device__ __forceinline__ void qk_write(void* values, int type, int64_t at, float value) {
+  if (type == QK_FLOAT32) {
+    ((float*)values)[at] = value;
+  } else if (type == QK_FLOAT16) {
+    ((qk_half*)values)[at] = (qk_half)value;
+  } else {  // bfloat16, round half to even; a NaN stays one
+    union { float value; uint32_t bits; } wide = {value};
+    const uint32_t rounded = wide.bits + 0x7fffu + ((wide.bits >> 16) & 1u);
+    ((uint16_t*)values)[at] = value != value ? 0x7fc0 : (uint16_t)(rounded >> 16);
+  }
+}

@@ -1,0 +1,223 @@
+"""Start-up self-test: every kernel in use against the torch reference, on the CPU, at several M and odd sizes.
+
+A vendor's compiler or library may be wrong for some shapes only. Products must be exact in int32; what is rounded on
+the way must agree to the last bits of float32. A kernel that fails is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import first_line
+from quantkit_runtime.kernels import reference
+
+TOKENS = (1, 4, 64, 128, 1000)
+N, K, GROUP = 135, 1040, 16
+"""Odd in tiles of any size; float32 holds sums of 1,040 products exactly."""
+
+EXPERTS, PER_TOKEN = 5, 2
+
+
+class Case(NamedTuple):
+    """One call.
+
+    Attributes:
+        arguments: on the CPU.
+        allowed: error of float results relative to the largest value.
+        steps: error of int8 results; more than 0 where what is rounded may differ in its last bit.
+    """
+
+    arguments: tuple[Any, ...]
+    allowed: float = 0.0
+    steps: int = 0
+
+
+def failure(op: str, run: Callable[..., Any], most_rows: int = 0, device: str = "cuda") -> str:
+    """What is wrong with a kernel, or an empty string.
+
+    Args:
+        op: operation of the registry.
+        run: the kernel.
+        most_rows: skip larger numbers of tokens; 0 means none.
+        device: where the kernel runs.
+    """
+    for tokens in TOKENS if not most_rows else [t for t in TOKENS if t <= most_rows]:
+        for case in CASES[op](tokens):
+            want = _tensors(_watched(op, _REFERENCES.get(op) or getattr(reference, op)), case.arguments)
+            try:
+                got = [result.cpu() for result in _tensors(_watched(op, run), _moved(case.arguments, device))]
+            except Exception as error:  # a compiler's own errors have no common class
+                return f"self-test with {tokens} tokens failed: {first_line(error)}"
+            for result, expected in zip(got, want, strict=True):
+                if complaint := _compare(result, expected, case):
+                    return f"self-test with {tokens} tokens: {complaint}"
+    return ""
+
+
+def _compare(got: Tensor, want: Tensor, case: Case) -> str:
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return f"a result is {got.dtype} {list(got.shape)}, not {want.dtype} {list(want.shape)}"
+    if not want.numel():
+        return ""
+    error = float((got.double() - want.double()).abs().max())
+    integers = not want.dtype.is_floating_point
+    allowed = case.steps if integers else case.allowed * float(want.double().abs().max())
+    return "" if error <= allowed else f"a result is off by {error:.2g}, allowed {allowed:.2g}"
+
+
+def _tensors(run: Any, arguments: tuple[Any, ...]) -> list[Tensor]:
+    result = run(*arguments)
+    return [result] if isinstance(result, Tensor) else [part for part in result if isinstance(part, Tensor)]
+
+
+def _moved(value: Any, device: str) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, reference.Alignment):
+        return reference.Alignment(value.slots.to(device), value.tile_expert.to(device), value.block)
+    return tuple(_moved(part, device) for part in value) if isinstance(value, tuple) else value
+
+
+# -------------------------------------------------------------------------------------------------- cases
+
+
+def _random(tokens: int) -> torch.Generator:
+    return torch.Generator().manual_seed(tokens)
+
+
+def _int8(random: torch.Generator, *shape: int) -> Tensor:
+    return torch.randint(-127, 128, shape, dtype=torch.int8, generator=random)
+
+
+def _scales(random: torch.Generator, *shape: int) -> Tensor:
+    return torch.rand(shape, generator=random) + 0.01
+
+
+def _index(random: torch.Generator, tokens: int) -> Tensor:
+    """Distinct experts per token."""
+    return torch.rand((tokens, EXPERTS), generator=random).argsort(1)[:, :PER_TOKEN]
+
+
+def _gemm(tokens: int) -> Iterator[Case]:
+    random = _random(tokens)
+    x, w = _int8(random, tokens, K), _int8(random, N, K)
+    yield Case((x, torch.ones(tokens, 1), w, torch.ones(N, 1), None, torch.float32))
+    bias = torch.randn(N, generator=random)
+    for groups in (1, K // GROUP):
+        scale, w_scale = _scales(random, tokens, groups), _scales(random, N, 1)
+        yield Case((x, scale, w, w_scale, bias, torch.float32), 1e-5)
+        yield Case((x, scale, w, w_scale, bias.bfloat16(), torch.bfloat16), 1e-2)
+
+
+def _expert_inputs(tokens: int) -> tuple[Tensor, ...]:
+    random = _random(tokens)
+    x, w = _int8(random, tokens, K), _int8(random, EXPERTS, N, K)
+    bias = torch.randn((EXPERTS, N), generator=random)
+    return x, _scales(random, tokens, 1), w, _scales(random, EXPERTS, N, 1), bias, _index(random, tokens)
+
+
+def _grouped(tokens: int) -> Iterator[Case]:
+    from quantkit_runtime.kernels.tuning import tuning
+
+    x, scale, w, w_scale, bias, index = _expert_inputs(tokens)
+    alignment = reference.align(index, EXPERTS, tuning().expert_block(index.numel(), EXPERTS))
+    yield Case((x, scale, w, w_scale, bias, alignment, PER_TOKEN, torch.float32), 1e-5)
+
+
+def _by_slot(tokens: int) -> Iterator[Case]:
+    x, scale, w, w_scale, bias, index = _expert_inputs(tokens)
+    yield Case((x, scale, w, w_scale, bias, index, PER_TOKEN, torch.float32), 1e-5)
+
+
+def _plain(tokens: int) -> Iterator[Case]:
+    yield Case((torch.randn((tokens, K), generator=_random(tokens)), 0), 1e-6)
+    yield Case((torch.randn((tokens, K), generator=_random(tokens)).bfloat16(), GROUP), 1e-6)
+
+
+def _norm(tokens: int) -> Iterator[Case]:
+    random = _random(tokens)
+    x, residual = torch.randn((2, tokens, K), generator=random).unbind()
+    weight = torch.randn(K, generator=random)
+    for unit_offset in (False, True):
+        yield Case((x, weight, 1e-5, residual, unit_offset, GROUP), 1e-5, steps=1)
+
+
+def _silu(tokens: int) -> Iterator[Case]:
+    yield Case((torch.randn((tokens, 2 * K), generator=_random(tokens)), 0), 1e-5, steps=1)
+
+
+def _alignment(tokens: int) -> Iterator[Case]:
+    yield Case((_index(_random(tokens), tokens), EXPERTS, 16))
+
+
+def _combine(tokens: int) -> Iterator[Case]:
+    random = _random(tokens)
+    out = torch.randn((tokens * PER_TOKEN, N), generator=random)
+    yield Case((out, torch.rand((tokens, PER_TOKEN), generator=random), _index(random, tokens), EXPERTS), 1e-5)
+
+
+def _decode(tokens: int) -> Iterator[Case]:
+    if tokens > 64:
+        return
+    random, length, page = _random(tokens), 70, 16
+    k, v = (_int8(random, 8, 2, page, 64) for _ in range(2))
+    scales = [_scales(random, 8, 2, page) / 64 for _ in range(2)]
+    q = torch.randn((tokens, 6, 64), generator=random)
+    table = torch.stack([torch.randperm(8, generator=random)[:5] for _ in range(tokens)]).to(torch.int32)
+    lengths = torch.randint(1, length, (tokens,), generator=random, dtype=torch.int32)
+    sinks = torch.randn(6, generator=random)
+    yield Case((q, k, scales[0], v, scales[1], table, lengths, 0.1, None, 0), 1e-4)
+    yield Case((q, k, scales[0], v.float(), None, table, lengths, 0.1, sinks, 20), 1e-4)
+
+
+def _rope_write(tokens: int) -> Iterator[Case]:
+    random, heads, kv_heads, dim, page = _random(tokens), 6, 2, 64, 16
+    qkv = torch.randn((tokens, (heads + 2 * kv_heads) * dim), generator=random)
+    cos, sin = torch.rand((2, tokens, dim), generator=random).unbind()
+    blocks = -(-tokens // page) + 1
+    k_cache, v_cache = (
+        torch.zeros((blocks, kv_heads, page, dim), dtype=torch.int8),
+        torch.zeros((blocks, kv_heads, page, dim)),
+    )
+    places = torch.randperm(blocks * page, generator=random)[:tokens]
+    yield Case((qkv, cos, sin, places, k_cache, torch.zeros(blocks, kv_heads, page), v_cache, None), 1e-5, steps=1)
+
+
+def _watched(op: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    return _written(run) if op == "rope_write" else run
+
+
+def _written(run: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    """Of an operation that writes into its arguments: its result and those."""
+
+    def both(*arguments: Any) -> tuple[Tensor, ...]:
+        own = [value.clone() if isinstance(value, Tensor) else value for value in arguments]
+        return (run(*own), *(value for value in own[4:] if isinstance(value, Tensor)))
+
+    return both
+
+
+def _expert_reference(*arguments: Any) -> Tensor:
+    """As the grouped product."""
+    x, scale, w, w_scale, bias, index, share, dtype = arguments
+    alignment = reference.align(index, w.shape[0], 16)
+    return reference.grouped_gemm(x, scale, w, w_scale, bias, alignment, share, dtype)
+
+
+CASES: dict[str, Callable[[int], Iterator[Case]]] = {
+    "w8a8_gemm": _gemm,
+    "grouped_gemm": _grouped,
+    "expert_gemm": _by_slot,
+    "quantize": _plain,
+    "norm_quantize": _norm,
+    "silu_mul_quantize": _silu,
+    "align": _alignment,
+    "combine": _combine,
+    "paged_decode": _decode,
+    "rope_write": _rope_write,
+}
+_REFERENCES: dict[str, Callable[..., Tensor]] = {"expert_gemm": _expert_reference}

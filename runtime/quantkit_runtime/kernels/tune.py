@@ -1,0 +1,274 @@
+"""Measures the card at hand and makes its table of tile sizes (`kernels.tuning`)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit_runtime.kernels import gemv, registry
+from quantkit_runtime.kernels.timing import call_us, copies
+from quantkit_runtime.kernels.tuning import Attention, Tile, Tuning, tuning
+
+SHAPES = ((12288, 4096), (4096, 12288))
+"""(N, K) of the dense GEMMs: entering and leaving the MLP of a model of 7 to 13 B parameters."""
+
+ROUTED = (64, 8, 3072, 2048)
+"""Experts, experts per token, N and K of the routed GEMM."""
+
+GROUP = 128
+ANY = 1 << 30
+
+DENSE = {
+    16: [Tile(16, bn, bk, warps, stages, swap=swap) for bn, bk, warps, stages, swap in (
+        (32, 128, 2, 6, False), (32, 256, 4, 5, False), (32, 512, 4, 4, False), (64, 128, 4, 6, False),
+        (64, 256, 4, 4, False), (64, 256, 8, 4, False), (128, 128, 4, 5, False),
+        (64, 128, 4, 6, True), (64, 256, 4, 5, True), (128, 128, 4, 5, True), (64, 512, 4, 3, True),
+    )],
+    64: [Tile(64, bn, bk, warps, stages, swap=swap) for bn, bk, warps, stages, swap in (
+        (32, 256, 4, 4, False), (64, 128, 4, 5, False), (64, 256, 4, 4, False), (128, 128, 4, 5, False),
+        (64, 256, 4, 4, True), (64, 128, 4, 6, True), (128, 128, 4, 4, True),
+    )],
+    512: [Tile(bm, bn, 128, warps, stages) for bm, bn, warps, stages in (
+        (64, 128, 4, 4), (64, 256, 4, 4), (128, 128, 8, 4), (128, 128, 4, 4), (128, 256, 8, 3), (64, 64, 4, 5),
+    )],
+    ANY: [Tile(bm, bn, bk, warps, stages, band) for bm, bn, bk, warps, stages, band in (
+        (128, 256, 128, 8, 3, 8), (128, 256, 128, 8, 4, 8), (128, 256, 128, 8, 4, 16), (256, 128, 128, 8, 4, 8),
+        (256, 128, 128, 8, 3, 16), (128, 128, 128, 8, 4, 8), (128, 128, 128, 4, 4, 8), (128, 128, 256, 8, 3, 8),
+    )],
+}  # fmt: skip
+"""Candidates by the bound of the number of tokens; measured at the bound, the last at 4096."""
+
+DENSE_GROUP = {
+    16: [*DENSE[16][3:6:2], Tile(16, 32, 128, 4, 6), Tile(16, 64, 128, 4, 6, swap=True), Tile(16, 128, 128, 4, 5)],
+    64: [*(Tile(64, bn, 128, 4, 5) for bn in (32, 64, 128)), Tile(64, 64, 128, 4, 6, swap=True)],
+    512: [Tile(64, 128, 128, 4, 4), Tile(128, 128, 128, 8, 4), Tile(64, 64, 128, 4, 5)],
+    ANY: [Tile(bm, bn, 128, warps, stages, band, swap) for bm, bn, warps, stages, band, swap in (
+        (128, 128, 8, 4, 8, False), (128, 128, 8, 3, 8, False), (128, 128, 8, 5, 16, False), (64, 128, 4, 4, 8, False),
+        (256, 128, 16, 3, 8, False), (128, 256, 16, 3, 8, False), (64, 256, 8, 4, 8, False), (128, 64, 4, 4, 16, False),
+        (128, 128, 8, 4, 8, True),
+    )],
+}  # fmt: skip
+
+EXPERT_ROWS = {16: 1, 64: 32, ANY: 512}
+"""Bound of the mean number of rows of an expert -> the number it is measured at."""
+
+EXPERTS = {
+    16: [Tile(16, bn, bk, 4, stages, swap=swap) for bn, bk, stages, swap in (
+        (64, 128, 5, False), (64, 256, 4, False), (128, 128, 5, False), (64, 128, 6, True), (128, 128, 5, True))],
+    64: [Tile(bm, bn, 128, warps, 4) for bm, bn, warps in ((32, 128, 4), (64, 128, 4), (64, 64, 4), (64, 256, 4))],
+    ANY: [Tile(bm, bn, 128, warps, stages, band) for bm, bn, warps, stages, band in (
+        (128, 128, 8, 4, 4), (128, 128, 4, 4, 4), (128, 256, 8, 4, 4), (128, 256, 8, 3, 8), (64, 256, 4, 4, 4),
+        (64, 128, 4, 4, 4), (128, 256, 8, 4, 2), (64, 256, 8, 4, 8))],
+}  # fmt: skip
+EXPERTS_GROUP = {16: EXPERTS[16][:1], 64: EXPERTS[64][:3], ANY: [EXPERTS[ANY][0], EXPERTS[ANY][5]]}
+
+GEMV = list(itertools.product(gemv.OUTPUTS, gemv.THREADS, (2, 4, 8, 16)))
+"""Outputs, threads and blocks per compute unit."""
+
+ATTENTION = [Attention(bn, warps, stages, 0) for bn in (64, 128) for warps in (2, 4, 8) for stages in (2, 3, 4)]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One candidate: what for, what it is, its time in microseconds (infinite where it does not compile)."""
+
+    what: str
+    candidate: str
+    us: float
+
+
+class Tuner:
+    """Runs the sweeps on the card at hand; `rows` collects every time.
+
+    Args:
+        report: told each choice.
+        only: (i, n): compile every n-th candidate from the i-th on and measure nothing; processes with different i
+            fill Triton's cache in parallel.
+    """
+
+    def __init__(self, report: Callable[[str], None] = lambda _: None, only: tuple[int, int] | None = None) -> None:
+        self.rows: list[Measured] = []
+        self._report, self._only = report, only
+        self._random = torch.Generator("cuda").manual_seed(0)
+
+    def run(self) -> Tuning:
+        """The table."""
+        table = tuning()
+        if registry.has("w8a8_gemm", _family(), rows=1) and not any(
+            "gemv" in line for line in registry.skipped(_family())
+        ):
+            outputs, threads, blocks = self.gemv()
+            table = replace(table, gemv_outputs=outputs, gemv_threads=threads, gemv_blocks=blocks)
+        table = replace(
+            table,
+            gemm=self.dense(DENSE, 0),
+            gemm_group=self.dense(DENSE_GROUP, GROUP),
+            grouped=self.experts(EXPERTS, 0),
+            attention=self.attention(),
+            quantize=self.quantize(),
+        )
+        blocks_of = {bound: tile.bm for bound, tile in table.grouped}
+        group = {bound: [replace(t, bm=blocks_of[bound]) for t in tiles] for bound, tiles in EXPERTS_GROUP.items()}
+        table = replace(table, grouped_group=self.experts(group, GROUP))
+        return replace(table, gemv_rows=self.handover(table))
+
+    def gemv(self) -> tuple[int, int, int]:
+        calls = {shape: self._gemv_calls(1, shape) for shape in GEMV}
+        best: tuple[int, int, int] = self._best("gemv, 1 token", calls.items(), str)
+        return best
+
+    def dense(self, candidates: dict[int, list[Tile]], group: int) -> tuple[tuple[int, Tile], ...]:
+        found = []
+        for bound, tiles in candidates.items():
+            tokens = min(bound, 4096) if bound != 16 else 8
+            what = f"gemm, {tokens} tokens" + (f", groups of {group}" if group else "")
+            found.append((bound, self._best(what, ((t, self._tile_calls(tokens, group, t)) for t in tiles), _name)))
+        return tuple(found)
+
+    def experts(self, candidates: dict[int, list[Tile]], group: int) -> tuple[tuple[int, Tile], ...]:
+        found = []
+        for bound, tiles in candidates.items():
+            what = f"experts, {EXPERT_ROWS[bound]} rows each" + (f", groups of {group}" if group else "")
+            calls = ((t, self._expert_calls(EXPERT_ROWS[bound], group, t)) for t in tiles)
+            found.append((bound, self._best(what, calls, _name)))
+        return tuple(found)
+
+    def quantize(self) -> tuple[tuple[int, int], ...]:
+        from quantkit_runtime.kernels.triton import quantize
+
+        found = []
+        for k in (1024, 2048, 4096, 8192, 16384):
+            x = torch.randn((2, 8192, k), device="cuda", dtype=torch.bfloat16, generator=self._random)
+            calls = ((warps, [_bound(quantize.quantize, one, 0, warps) for one in x]) for warps in (1, 2, 4, 8, 16))
+            found.append((k, self._best(f"quantize, {k} inputs", calls, str)))
+        return (*found, (ANY, found[-1][1]))
+
+    def attention(self, context: int = 32768, sequences: int = 8) -> Attention:
+        from quantkit_runtime.kernels.triton import attention
+
+        args = paged_operands(sequences, context, int8_keys=True)
+        candidates = (replace(row, programs=programs) for programs in (264, 528, 1056) for row in ATTENTION)
+        calls = ((config, [_bound(attention.paged_decode, *args, 0.088, config=config)]) for config in candidates)
+        best: Attention = self._best(f"decode attention, {sequences} x {context}", calls, str)
+        return best
+
+    def handover(self, table: Tuning) -> int:
+        """Largest number of tokens at which the GEMV is no slower than tiles."""
+        shape = (table.gemv_outputs, table.gemv_threads, table.gemv_blocks)
+        best = 0
+        for tokens in (1, 2, 3, 4, 6, 8):
+            ours = self._time(f"gemv, {tokens} tokens", str(shape), self._gemv_calls(tokens, shape))
+            tile = table.gemm_tile(tokens, grouped_activations=False)
+            tiled = self._time(f"gemm, {tokens} tokens", _name(tile), self._tile_calls(tokens, 0, tile))
+            if ours <= tiled:
+                best = tokens
+        return best
+
+    # -------------------------------------------------------------------------------------------- calls
+
+    def _tile_calls(self, tokens: int, group: int, tile: Tile) -> Iterator[list[Callable[[], object]]]:
+        from quantkit_runtime.kernels.triton import gemm
+
+        for n, k in SHAPES:
+            weights, scales = self._weights(n, k)
+            x, x_scale = self._activations(tokens, k, group)
+            yield [_bound(gemm.w8a8_gemm, x, x_scale, w, scales, None, torch.bfloat16, tile) for w in weights]
+
+    def _gemv_calls(self, tokens: int, shape: tuple[int, int, int]) -> Iterator[list[Callable[[], object]]]:
+        for n, k in SHAPES:
+            weights, scales = self._weights(n, k)
+            x, x_scale = self._activations(tokens, k, 0)
+            out = torch.empty((tokens, n), device="cuda", dtype=torch.bfloat16)
+            yield [_bound(gemv.load(), x, x_scale, w, scales, None, out, shape=shape) for w in weights]
+
+    def _expert_calls(self, rows: int, group: int, tile: Tile) -> Iterator[list[Callable[[], object]]]:
+        from quantkit_runtime.kernels.triton import gemm, routing
+
+        experts, per_token, n, k = ROUTED
+        tokens = rows * experts // per_token
+        weights, scales = self._weights(n, k, experts)
+        x, x_scale = self._activations(tokens, k, group)
+        index = torch.rand((tokens, experts), device="cuda", generator=self._random).topk(per_token).indices
+        alignment = routing.align(index, experts, tile.bm)
+        run = gemm.grouped_gemm
+        yield [_bound(run, x, x_scale, w, scales, None, alignment, per_token, torch.bfloat16, tile) for w in weights]
+
+    def _weights(self, n: int, k: int, experts: int = 0) -> tuple[Tensor, Tensor]:
+        lead = (experts,) if experts else ()
+        shape = (copies(n * k * max(1, experts), 16), *lead, n, k)
+        if shape not in _pool:
+            _pool[shape] = torch.randint(-127, 128, shape, device="cuda", dtype=torch.int8, generator=self._random)
+        return _pool[shape], torch.rand((*lead, n, 1), device="cuda", generator=self._random)
+
+    def _activations(self, tokens: int, k: int, group: int) -> tuple[Tensor, Tensor]:
+        x = torch.randint(-127, 128, (tokens, k), device="cuda", dtype=torch.int8, generator=self._random)
+        return x, torch.rand((tokens, k // group if group else 1), device="cuda", generator=self._random)
+
+    # -------------------------------------------------------------------------------------------- choice
+
+    def _best(self, what: str, candidates: Iterable[tuple[Any, Iterable[Any]]], name: Callable[[Any], str]) -> Any:
+        timed = [(self._time(what, name(candidate), calls), candidate) for candidate, calls in candidates]
+        us, best = min(timed, key=lambda pair: pair[0])
+        self._report(f"{what}: {name(best)}, {us:.1f} us")
+        return best
+
+    def _time(self, what: str, name: str, calls: Iterable[Any]) -> float:
+        """Sum over the shapes; a candidate that does not compile or fit into the card counts as infinite."""
+        first, step = self._only or (0, 1)
+        if self._only and len(self.rows) % step != first:
+            self.rows.append(Measured(what, name, 0.0))
+            return 0.0
+        try:
+            groups = list(calls)
+            if self._only:
+                for group in groups:
+                    group[0]() if isinstance(group, list) else group()
+                us = 0.0
+            else:
+                us = sum(call_us(group) for group in groups) if isinstance(groups[0], list) else call_us(groups)
+        except Exception as error:  # a compiler's own errors have no common class
+            us = float("inf")
+            name += f" ({type(error).__name__})"
+        self.rows.append(Measured(what, name, us))
+        return us
+
+
+_pool: dict[tuple[int, ...], Tensor] = {}
+
+
+def paged_operands(
+    sequences: int, context: int, *, int8_keys: bool, int8_values: bool = False, kv_heads: int = 8, heads: int = 32
+) -> tuple[Any, ...]:
+    """First arguments of `paged_decode`: queries, a full cache in pages of 16 in random order, table and lengths."""
+    page, dim = 16, 128
+    blocks = sequences * context // page
+    q = torch.randn((sequences, heads, dim), device="cuda", dtype=torch.bfloat16)
+
+    def cache(quantized: bool) -> tuple[Tensor, Tensor | None]:
+        shape = (blocks, kv_heads, page, dim)
+        if not quantized:
+            return torch.randn(shape, device="cuda", dtype=torch.bfloat16), None
+        values = torch.randint(-127, 128, shape, device="cuda", dtype=torch.int8)
+        return values, torch.rand(shape[:3], device="cuda") / 40
+
+    k, v = cache(int8_keys), cache(int8_values)
+    table = torch.randperm(blocks, device="cuda").view(sequences, -1).to(torch.int32)
+    return q, *k, *v, table, torch.full((sequences,), context, device="cuda", dtype=torch.int32)
+
+
+def _bound(run: Callable[..., object], *args: Any, **options: Any) -> Callable[[], object]:
+    return lambda: run(*args, **options)
+
+
+def _name(tile: Tile) -> str:
+    shape = f"{tile.bm}x{tile.bn}x{tile.bk}, {tile.warps} warps, {tile.stages} stages, band {tile.band}"
+    return shape + (", swapped" if tile.swap else "")
+
+
+def _family() -> str:
+    return "hip" if torch.version.hip else "cuda"

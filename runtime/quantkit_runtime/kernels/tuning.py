@@ -1,0 +1,169 @@
+"""What differs between cards and is no arithmetic: tile sizes, warps, where the GEMV hands over to tiles.
+
+`tuning.json` holds a table for each card that was measured and a default. `quantkit-runtime tune` measures the card at
+hand and writes a table for it into the user's file, which goes first. A table changes speed only, never a result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from quantkit.errors import InputError
+from quantkit_runtime import device
+
+VARIABLE = "QUANTKIT_TUNING"
+"""Environment variable that names another file than the user's."""
+
+DEFAULT = "default"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a tiled GEMM is cut.
+
+    Attributes:
+        bm, bn, bk: rows, output channels and inputs of a tile.
+        warps, stages: of Triton.
+        band: row tiles that go over the output channels together.
+        swap: multiply weights x activations, so that output channels are the rows of the matrix instruction.
+    """
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+    band: int = 8
+    swap: bool = False
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How decode attention is cut: tokens of a step, Triton's warps and stages, programs to aim at."""
+
+    bn: int
+    warps: int
+    stages: int
+    programs: int
+
+    def shares(self, sequences: int, longest: int) -> int:
+        """Programs that share a sequence and key head, a power of two of at most 64, with four steps' work each."""
+        wanted = min(self.programs // max(1, sequences), longest // (4 * self.bn), 64)
+        return 1 << max(0, wanted.bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A card's table.
+
+    Attributes:
+        gemv_rows: most tokens that the streaming GEMV serves.
+        gemv_outputs: output channels of a wave in the GEMV.
+        gemv_threads: threads of a block in the GEMV.
+        gemv_blocks: blocks per compute unit in the GEMV.
+        gemm: tiles by number of tokens: the first row whose bound is not exceeded; the last serves the rest.
+        gemm_group: the same for activations quantized per group.
+        grouped, grouped_group: tiles of routed experts by the mean number of rows of an expert.
+        quantize: (elements of a row, warps): the first row whose bound is not exceeded.
+        attention: of decode.
+    """
+
+    gemv_rows: int
+    gemv_outputs: int
+    gemv_threads: int
+    gemv_blocks: int
+    gemm: tuple[tuple[int, Tile], ...]
+    gemm_group: tuple[tuple[int, Tile], ...]
+    grouped: tuple[tuple[int, Tile], ...]
+    grouped_group: tuple[tuple[int, Tile], ...]
+    quantize: tuple[tuple[int, int], ...]
+    attention: Attention
+
+    def gemm_tile(self, rows: int, *, grouped_activations: bool) -> Tile:
+        return _first(self.gemm_group if grouped_activations else self.gemm, rows)
+
+    def expert_block(self, slots: int, experts: int) -> int:
+        """Rows of a tile of routed experts."""
+        return _first(self.grouped, slots // experts).bm
+
+    def grouped_tile(self, block: int, *, grouped_activations: bool) -> Tile:
+        """The table's tile for this number of rows, or its first."""
+        rows = self.grouped_group if grouped_activations else self.grouped
+        return next((tile for _, tile in rows if tile.bm == block), rows[0][1])
+
+    def quantize_warps(self, elements: int) -> int:
+        return _first(self.quantize, elements)
+
+
+def _first(rows: tuple[tuple[int, T], ...], size: int) -> T:
+    return next((value for bound, value in rows if size <= bound), rows[-1][1])
+
+
+def user_file() -> Path:
+    """Where `tune` writes and every run looks first."""
+    cache_home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get(VARIABLE) or Path(cache_home) / "quantkit" / "tuning.json")
+
+
+@cache
+def tuning() -> Tuning:
+    """The table of the card at hand: of the user's file, shipped, or the default."""
+    return table(device.resolve().arch)
+
+
+def table(arch: str) -> Tuning:
+    """The table of a card.
+
+    Raises:
+        InputError: the user's file is broken.
+    """
+    shipped = json.loads(Path(__file__).with_name("tuning.json").read_text(encoding="utf-8"))
+    return from_json(_of_user(arch) or {**shipped[DEFAULT], **shipped.get(arch, {})})
+
+
+def _of_user(arch: str) -> Mapping[str, Any] | None:
+    path = user_file()
+    if not path.is_file():
+        return None
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8")).get(arch)
+        if rows is not None:
+            from_json(rows)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise InputError(
+            f"{path}: this is no tuning table ({error})", "write it again with quantkit-runtime tune, or remove it"
+        ) from error
+    found: Mapping[str, Any] | None = rows
+    return found
+
+
+def from_json(rows: Mapping[str, Any]) -> Tuning:
+    """A table from JSON, as `as_json` writes it."""
+
+    def tiles(name: str) -> tuple[tuple[int, Tile], ...]:
+        return tuple((int(bound), Tile(**tile)) for bound, tile in rows[name])
+
+    return Tuning(
+        gemv_rows=int(rows["gemv_rows"]),
+        gemv_outputs=int(rows["gemv_outputs"]),
+        gemv_threads=int(rows["gemv_threads"]),
+        gemv_blocks=int(rows["gemv_blocks"]),
+        gemm=tiles("gemm"),
+        gemm_group=tiles("gemm_group"),
+        grouped=tiles("grouped"),
+        grouped_group=tiles("grouped_group"),
+        quantize=tuple((int(bound), int(warps)) for bound, warps in rows["quantize"]),
+        attention=Attention(**rows["attention"]),
+    )
+
+
+def as_json(found: Tuning) -> dict[str, Any]:
+    return asdict(found)
