@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import common
@@ -33,7 +34,11 @@ MOE = {"experts": 128, "per_token": 8, "hidden": 3072, "inner": 1536}
 
 
 def int8(*shape: int) -> Tensor:
-    return torch.randint(-127, 128, shape, device="cuda", dtype=torch.int8)
+    """Normal values quantized per row of 4 deviations, as weights and activations are: dense bits would cost power."""
+    made = torch.empty(shape, device="cuda", dtype=torch.int8)
+    for part in made.view(-1, shape[-1]).split(1 << 16):
+        part.copy_((torch.randn(part.shape, device="cuda") * 32).round_().clamp_(-127, 127))
+    return made
 
 
 def scales(*shape: int) -> Tensor:
@@ -53,11 +58,23 @@ def bound(run: Callable[..., object], *args: Any, **options: Any) -> Callable[[]
     return lambda: run(*args, **options)
 
 
+def eager_us(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(12):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000)
+    return median(times[2:])
+
+
 class Bench:
     def __init__(self, report: common.Report) -> None:
         self.report, self.rows = report, report.data.setdefault("rows", [])
         self.family = device.resolve().family
-        self.bandwidth, self.bf16_tflops = 0.0, 0.0
+        self.bandwidth, self.bf16_tflops, self.sweep = 0.0, 0.0, False
 
     def row(self, what: str, us: float, **more: Any) -> float:
         values = {name: round(v, 4) if isinstance(v, float) else v for name, v in more.items()}
@@ -70,7 +87,7 @@ class Bench:
 
     def ceilings(self) -> None:
         source, target = normal(500_000_000), normal(500_000_000)
-        us = call_us([bound(target.copy_, source)])
+        us = eager_us(lambda: target.copy_(source))  # in a graph a copy engine would do it, more slowly
         self.bandwidth = 2 * source.nbytes / us / 1e6
         self.row("copy of 1 GB", us, TB_per_s=self.bandwidth)
         a, b = normal(8192, 8192), normal(8192, 8192)
@@ -108,19 +125,20 @@ class Bench:
     def quantize(self) -> list[float]:
         tokens, fractions = 8192, []
         weight = normal(HIDDEN)
+        norm = self.find("norm_quantize", tokens).run
         x = [normal(tokens, HIDDEN) for _ in range(4)]
         gate_up = [normal(tokens, 2 * INNER) for _ in range(2)]
         runs = {
             "quantize": ([bound(self.find("quantize", tokens).run, one) for one in x], 3 * HIDDEN),
             "residual + RMSNorm + quantize": (
-                [bound(self.find("norm_quantize", tokens).run, one, weight, 1e-5, one) for one in x], 9 * HIDDEN),
+                [bound(norm, x[i], weight, 1e-5, x[i - 1], keep=False) for i in range(4)],
+                7 * HIDDEN,
+            ),
             "silu x up + quantize": (
                 [bound(self.find("silu_mul_quantize", tokens).run, one) for one in gate_up], 5 * INNER),
         }  # fmt: skip
         for name, (calls, nbytes) in runs.items():
             us = call_us(calls)
-            # the residual here is x itself: read once from memory
-            nbytes = 7 * HIDDEN if "residual" in name else nbytes
             fractions.append(nbytes * tokens / us / 1e6 / self.bandwidth)
             self.row(f"{name}, {tokens} tokens", us, of_bandwidth=fractions[-1])
         return fractions
@@ -200,6 +218,12 @@ class Bench:
 
     def decode(self, batch: int) -> dict[str, float]:
         int8_model, bf16_model = Int8Decoder(self, batch), Bf16Decoder(self, batch)
+        for size in (0, 4 << 20, 8 << 20, 16 << 20) if self.sweep else ():
+            int8_model.ahead_bytes = size
+            self.row(
+                f"decode step, M {batch}, int8 graph, {size >> 20} MiB ahead", replay_us(capture([int8_model.step]))
+            )
+        int8_model.ahead_bytes = tuning().ahead_bytes
         us = {"int8": replay_us(capture([int8_model.step])), "bf16": replay_us(capture([bf16_model.step]))}
         self.decode_parts(int8_model)
         nbytes = LAYERS * sum(w.nbytes for w in int8_model.layers[0].weights)
@@ -265,10 +289,10 @@ class Decoder:
         self.cos, self.sin = torch.rand((2, batch, DIM), device="cuda").unbind()
         self.hidden = normal(batch, HIDDEN)
 
-    def attend(self, qkv: Tensor, cache: tuple[Any, ...]) -> Tensor:
+    def attend(self, qkv: Tensor, cache: tuple[Any, ...], ahead: Tensor | None = None) -> Tensor:
         rope, decode = self.rope, self.bench.find("paged_decode", self.batch).run
         q = rope(qkv, self.cos, self.sin, self.places, *cache)
-        return decode(q, *cache, self.table, self.lengths, DIM**-0.5).view(self.batch, -1)
+        return decode(q, *cache, self.table, self.lengths, DIM**-0.5, ahead=ahead).view(self.batch, -1)
 
     @property
     def rope(self) -> Callable[..., Tensor]:
@@ -278,21 +302,27 @@ class Decoder:
 class Int8Decoder(Decoder):
     def __init__(self, bench: Bench, batch: int) -> None:
         super().__init__(bench, batch, True)
+        self.ahead_bytes = tuning().ahead_bytes
 
     def linear(self, q: Tensor, scale: Tensor, layer: Layer, which: int) -> Tensor:
         run = self.bench.find("w8a8_gemm", self.batch, q.shape[1]).run
         return run(q, scale, layer.weights[which], layer.weight_scales[which], None, BF16)
+
+    def ahead(self, weight: Tensor) -> Tensor | None:
+        return weight.view(-1)[: self.ahead_bytes] if self.ahead_bytes else None
 
     def step(self) -> Tensor:
         find = self.bench.find
         norm, quantize = find("norm_quantize", self.batch).run, find("quantize", self.batch).run
         x, residual = self.hidden, None
         for layer in self.layers:
-            normed = norm(x, layer.norms[0], 1e-5, residual)
-            attended = self.attend(self.linear(normed.q, normed.scale, layer, 0), layer.cache)
+            qkv, o, gate_up, down = (self.ahead(weight) for weight in layer.weights)
+            normed = norm(x, layer.norms[0], 1e-5, residual, keep=False, ahead=qkv)
+            attended = self.attend(self.linear(normed.q, normed.scale, layer, 0), layer.cache, o)
             x = self.linear(*quantize(attended), layer, 1)
-            normed = norm(x, layer.norms[1], 1e-5, normed.total)
-            inner = find("silu_mul_quantize", self.batch).run(self.linear(normed.q, normed.scale, layer, 2))
+            normed = norm(x, layer.norms[1], 1e-5, normed.total, keep=False, ahead=gate_up)
+            silu = find("silu_mul_quantize", self.batch).run
+            inner = silu(self.linear(normed.q, normed.scale, layer, 2), ahead=down)
             x, residual = self.linear(*inner, layer, 3), normed.total
         return x + residual
 
@@ -336,7 +366,7 @@ def main() -> None:
         first, step = map(int, args.warm.split("/"))
         tune.Tuner(only=(first, step)).run()
         return
-    if args.tune:
+    if args.tune and args.tune.suffix:
         measure_table(args.tune)
     card = device.resolve()
     report = common.Report("gpu_kernels", args.small, {"context": CONTEXT, "layers": LAYERS, "moe": MOE})
@@ -346,6 +376,7 @@ def main() -> None:
         report.data["commit"] = args.commit
     print(f"card: {card.line}")
     bench, sections = Bench(report), set(args.only.split(","))
+    bench.sweep = bool(args.tune)
     bench.ceilings()
     tops = 0.0
     with torch.no_grad():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 
-import common  # noqa: F401
+import common
 
 from quantkit_runtime import device
 from quantkit_runtime.kernels import registry
 
 
 def main() -> None:
+    print(f"from {common.ROOT.name}")
     family = device.resolve().family
     for op in sorted({row.op for row in registry.ROWS}):
         start = time.time()

@@ -16,11 +16,11 @@ from quantkit.errors import UsageError
 from quantkit_runtime import device
 from quantkit_runtime.kernels import build
 from quantkit_runtime.kernels.reference import check_accumulator
-from quantkit_runtime.kernels.tuning import tuning
+from quantkit_runtime.kernels.tuning import Streaming, tuning
 
 MOST_TOKENS = 8
 K_MULTIPLE = 16
-OUTPUTS = (2, 4)
+OUTPUTS = (2, 4, 8)
 THREADS = (64, 128, 256)
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -43,9 +43,18 @@ class Gemv:
     """
 
     def __init__(self, path: Path, compute_units: int) -> None:
-        self._run = ctypes.CDLL(str(path)).quantkit_gemv
+        try:
+            library = ctypes.CDLL(str(path))
+            self._run, self._wave = library.quantkit_gemv, int(library.quantkit_wave())
+        except (OSError, AttributeError) as error:
+            raise build.BuildError(f"{path.name} cannot be loaded: {error}", f"remove {path.parent}") from error
         self._run.argtypes = [ctypes.POINTER(_Arguments), *[ctypes.c_int] * 4, ctypes.c_void_p]
         self._compute_units = compute_units
+
+    def _threads(self, wanted: int, k: int) -> int:
+        """The table's number, or three quarters of it where that leaves fewer threads without inputs (K = 1536)."""
+        choices = [wanted, *([wanted * 3 // 4] if wanted * 3 // 4 % self._wave == 0 else [])]
+        return min(choices, key=lambda threads: -k % (threads * K_MULTIPLE) / k)
 
     def __call__(
         self,
@@ -57,31 +66,32 @@ class Gemv:
         out: Tensor,
         expert: Tensor | None = None,
         share: int = 1,
-        shape: tuple[int, int, int] | None = None,
+        shape: Streaming | None = None,
     ) -> Tensor:
         """Fill `out` `[T, N]`, or `[S, N]` with `expert` int64 `[S]`; slots of other ranks' experts are left alone.
 
         Args:
-            shape: outputs, threads, blocks per compute unit; default from the tuning.
+            shape: overrides the device's table.
         """
         x, x_scale = x.contiguous(), x_scale.contiguous()
         k, groups = x.shape[1], x_scale.shape[1]
         check_accumulator(k)
         if not w.is_contiguous() or w.data_ptr() % 16 or x.data_ptr() % 16 or w.shape[-1] != k:
             raise UsageError(f"the GEMV wants contiguous weights of {k} inputs, aligned to 16 bytes")
-        table = tuning()
-        outputs, threads, blocks = shape or (table.gemv_outputs, table.gemv_threads, table.gemv_blocks)
+        tokens = 1 if expert is not None else x.shape[0]
+        shape = shape or tuning().streaming(tokens)
+        threads = self._threads(shape.threads, k)
         arguments = _Arguments(
             x.data_ptr(), x_scale.data_ptr(), w.data_ptr(), w_scale.data_ptr(),
             None if bias is None else bias.data_ptr(), out.data_ptr(), None if expert is None else expert.data_ptr(),
-            1 if expert is not None else x.shape[0], w.shape[-2], k, k // groups if groups > 1 else 0,
+            tokens, w.shape[-2], k, k // groups if groups > 1 else 0,
             w.shape[0] if expert is not None else 0, share,
             _TYPES[out.dtype], _TYPES[out.dtype if bias is None else bias.dtype],
         )  # fmt: skip
         slots = 1 if expert is None else expert.numel()
         stream = torch.cuda.current_stream().cuda_stream if x.is_cuda else None
-        most_blocks = max(1, blocks * self._compute_units // slots)
-        status = self._run(ctypes.byref(arguments), slots, outputs, threads, most_blocks, stream)
+        most_blocks = max(1, shape.blocks * self._compute_units // slots)
+        status = self._run(ctypes.byref(arguments), slots, shape.outputs, threads, most_blocks, stream)
         if status:
             raise UsageError(f"the GEMV refused tokens {x.shape[0]}, weight {list(w.shape)}, groups {groups}: {status}")
         return out

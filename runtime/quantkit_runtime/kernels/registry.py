@@ -130,6 +130,11 @@ def has(op: str, family: str, layout: str = "plain", *, rows: int = 1 << 30, k: 
     return any(_serves(found.row, rows, k, group) for found in _usable(op, family, layout))
 
 
+def names(op: str, family: str, layout: str = "plain") -> list[str]:
+    """Kernels that can serve an operation, preferred first."""
+    return [found.kernel.name for found in _usable(op, family, layout)]
+
+
 def skipped(family: str) -> list[str]:
     """Rows that were wanted and could not serve, one line each with the reason."""
     return [f"{row.op} by {row.name}: {reason}" for row, reason in _skipped.items() if row.family == family]

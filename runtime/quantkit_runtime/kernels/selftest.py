@@ -170,8 +170,8 @@ def _decode(tokens: int) -> Iterator[Case]:
     table = torch.stack([torch.randperm(8, generator=random)[:5] for _ in range(tokens)]).to(torch.int32)
     lengths = torch.randint(1, length, (tokens,), generator=random, dtype=torch.int32)
     sinks = torch.randn(6, generator=random)
-    yield Case((q, k, scales[0], v, scales[1], table, lengths, 0.1, None, 0), 1e-4)
-    yield Case((q, k, scales[0], v.float(), None, table, lengths, 0.1, sinks, 20), 1e-4)
+    yield Case((q, k, scales[0], v, scales[1], table, lengths, 0.1, None, 0), 1e-3)
+    yield Case((q, k, scales[0], v.float(), None, table, lengths, 0.1, sinks, 20), 1e-3)
 
 
 def _rope_write(tokens: int) -> Iterator[Case]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantkit_runtime.kernels import gemv, registry
 from quantkit_runtime.kernels.timing import call_us, copies
-from quantkit_runtime.kernels.tuning import Attention, Tile, Tuning, tuning
+from quantkit_runtime.kernels.tuning import Attention, Streaming, Tile, Tuning, tuning
 
 SHAPES = ((12288, 4096), (4096, 12288))
 """(N, K) of the dense GEMMs: entering and leaving the MLP of a model of 7 to 13 B parameters."""
@@ -67,10 +67,10 @@ EXPERTS = {
 }  # fmt: skip
 EXPERTS_GROUP = {16: EXPERTS[16][:1], 64: EXPERTS[64][:3], ANY: [EXPERTS[ANY][0], EXPERTS[ANY][5]]}
 
-GEMV = list(itertools.product(gemv.OUTPUTS, gemv.THREADS, (2, 4, 8, 16)))
-"""Outputs, threads and blocks per compute unit."""
+GEMV = [Streaming(*shape) for shape in itertools.product(gemv.OUTPUTS, gemv.THREADS, (4, 8, 16))]
+GEMV_TOKENS = (1, 2, 4, 8)
 
-ATTENTION = [Attention(bn, warps, stages, 0) for bn in (64, 128) for warps in (2, 4, 8) for stages in (2, 3, 4)]
+ATTENTION = [Attention(bn, warps, stages, 0) for bn in (64, 128) for warps in (2, 4) for stages in (3, 4)]
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,8 @@ class Tuner:
     def run(self) -> Tuning:
         """The table."""
         table = tuning()
-        if registry.has("w8a8_gemm", _family(), rows=1) and not any(
-            "gemv" in line for line in registry.skipped(_family())
-        ):
-            outputs, threads, blocks = self.gemv()
-            table = replace(table, gemv_outputs=outputs, gemv_threads=threads, gemv_blocks=blocks)
+        if any(kernel == "streaming-gemv" for kernel in registry.names("w8a8_gemm", _family())):
+            table = replace(table, gemv=self.gemv())
         table = replace(
             table,
             gemm=self.dense(DENSE, 0),
@@ -117,10 +114,12 @@ class Tuner:
         table = replace(table, grouped_group=self.experts(group, GROUP))
         return replace(table, gemv_rows=self.handover(table))
 
-    def gemv(self) -> tuple[int, int, int]:
-        calls = {shape: self._gemv_calls(1, shape) for shape in GEMV}
-        best: tuple[int, int, int] = self._best("gemv, 1 token", calls.items(), str)
-        return best
+    def gemv(self) -> tuple[tuple[int, Streaming], ...]:
+        found = []
+        for tokens in GEMV_TOKENS:
+            calls = ((shape, self._gemv_calls(tokens, shape)) for shape in GEMV)
+            found.append((tokens, self._best(f"gemv, {tokens} tokens", calls, str)))
+        return tuple(found)
 
     def dense(self, candidates: dict[int, list[Tile]], group: int) -> tuple[tuple[int, Tile], ...]:
         found = []
@@ -143,7 +142,7 @@ class Tuner:
 
         found = []
         for k in (1024, 2048, 4096, 8192, 16384):
-            x = torch.randn((2, 8192, k), device="cuda", dtype=torch.bfloat16, generator=self._random)
+            x = torch.randn((4, 8192, k), device="cuda", dtype=torch.bfloat16, generator=self._random)
             calls = ((warps, [_bound(quantize.quantize, one, 0, warps) for one in x]) for warps in (1, 2, 4, 8, 16))
             found.append((k, self._best(f"quantize, {k} inputs", calls, str)))
         return (*found, (ANY, found[-1][1]))
@@ -159,9 +158,9 @@ class Tuner:
 
     def handover(self, table: Tuning) -> int:
         """Largest number of tokens at which the GEMV is no slower than tiles."""
-        shape = (table.gemv_outputs, table.gemv_threads, table.gemv_blocks)
         best = 0
         for tokens in (1, 2, 3, 4, 6, 8):
+            shape = table.streaming(tokens)
             ours = self._time(f"gemv, {tokens} tokens", str(shape), self._gemv_calls(tokens, shape))
             tile = table.gemm_tile(tokens, grouped_activations=False)
             tiled = self._time(f"gemm, {tokens} tokens", _name(tile), self._tile_calls(tokens, 0, tile))
@@ -179,7 +178,7 @@ class Tuner:
             x, x_scale = self._activations(tokens, k, group)
             yield [_bound(gemm.w8a8_gemm, x, x_scale, w, scales, None, torch.bfloat16, tile) for w in weights]
 
-    def _gemv_calls(self, tokens: int, shape: tuple[int, int, int]) -> Iterator[list[Callable[[], object]]]:
+    def _gemv_calls(self, tokens: int, shape: Streaming) -> Iterator[list[Callable[[], object]]]:
         for n, k in SHAPES:
             weights, scales = self._weights(n, k)
             x, x_scale = self._activations(tokens, k, 0)
@@ -202,12 +201,21 @@ class Tuner:
         lead = (experts,) if experts else ()
         shape = (copies(n * k * max(1, experts), 16), *lead, n, k)
         if shape not in _pool:
-            _pool[shape] = torch.randint(-127, 128, shape, device="cuda", dtype=torch.int8, generator=self._random)
+            _pool[shape] = self._int8(shape)
         return _pool[shape], torch.rand((*lead, n, 1), device="cuda", generator=self._random)
 
     def _activations(self, tokens: int, k: int, group: int) -> tuple[Tensor, Tensor]:
-        x = torch.randint(-127, 128, (tokens, k), device="cuda", dtype=torch.int8, generator=self._random)
-        return x, torch.rand((tokens, k // group if group else 1), device="cuda", generator=self._random)
+        return self._int8((tokens, k)), torch.rand(
+            (tokens, k // group if group else 1), device="cuda", generator=self._random
+        )
+
+    def _int8(self, shape: tuple[int, ...]) -> Tensor:
+        """Normal values, as quantized weights are: the power that dense bits cost would slow the card down."""
+        made = torch.empty(shape, device="cuda", dtype=torch.int8)
+        for part in made.view(-1, shape[-1]).split(1 << 16):
+            normal = torch.randn(part.shape, device="cuda", generator=self._random)
+            part.copy_(normal.mul_(32).round_().clamp_(-127, 127))
+        return made
 
     # -------------------------------------------------------------------------------------------- choice
 

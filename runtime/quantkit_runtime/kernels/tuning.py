@@ -46,6 +46,15 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class Streaming:
+    """How the GEMV is cut: output channels of a step, threads of a block, blocks per compute unit."""
+
+    outputs: int
+    threads: int
+    blocks: int
+
+
+@dataclass(frozen=True)
 class Attention:
     """How decode attention is cut: tokens of a step, Triton's warps and stages, programs to aim at."""
 
@@ -55,8 +64,8 @@ class Attention:
     programs: int
 
     def shares(self, sequences: int, longest: int) -> int:
-        """Programs that share a sequence and key head, a power of two of at most 64, with four steps' work each."""
-        wanted = min(self.programs // max(1, sequences), longest // (4 * self.bn), 64)
+        """Programs that share a sequence and key head, a power of two of at most 64, with a step's work each."""
+        wanted = min(self.programs // max(1, sequences), -(-longest // self.bn), 64)
         return 1 << max(0, wanted.bit_length() - 1)
 
 
@@ -66,26 +75,27 @@ class Tuning:
 
     Attributes:
         gemv_rows: most tokens that the streaming GEMV serves.
-        gemv_outputs: output channels of a wave in the GEMV.
-        gemv_threads: threads of a block in the GEMV.
-        gemv_blocks: blocks per compute unit in the GEMV.
+        gemv: its shapes by number of tokens: the first row whose bound is not exceeded.
         gemm: tiles by number of tokens: the first row whose bound is not exceeded; the last serves the rest.
         gemm_group: the same for activations quantized per group.
         grouped, grouped_group: tiles of routed experts by the mean number of rows of an expert.
         quantize: (elements of a row, warps): the first row whose bound is not exceeded.
         attention: of decode.
+        ahead_bytes: of the next weight that are read into the cache during a small kernel; 0 where that does not pay.
     """
 
     gemv_rows: int
-    gemv_outputs: int
-    gemv_threads: int
-    gemv_blocks: int
+    gemv: tuple[tuple[int, Streaming], ...]
     gemm: tuple[tuple[int, Tile], ...]
     gemm_group: tuple[tuple[int, Tile], ...]
     grouped: tuple[tuple[int, Tile], ...]
     grouped_group: tuple[tuple[int, Tile], ...]
     quantize: tuple[tuple[int, int], ...]
     attention: Attention
+    ahead_bytes: int = 0
+
+    def streaming(self, tokens: int) -> Streaming:
+        return _first(self.gemv, tokens)
 
     def gemm_tile(self, rows: int, *, grouped_activations: bool) -> Tile:
         return _first(self.gemm_group if grouped_activations else self.gemm, rows)
@@ -153,15 +163,14 @@ def from_json(rows: Mapping[str, Any]) -> Tuning:
 
     return Tuning(
         gemv_rows=int(rows["gemv_rows"]),
-        gemv_outputs=int(rows["gemv_outputs"]),
-        gemv_threads=int(rows["gemv_threads"]),
-        gemv_blocks=int(rows["gemv_blocks"]),
+        gemv=tuple((int(bound), Streaming(**shape)) for bound, shape in rows["gemv"]),
         gemm=tiles("gemm"),
         gemm_group=tiles("gemm_group"),
         grouped=tiles("grouped"),
         grouped_group=tiles("grouped_group"),
         quantize=tuple((int(bound), int(warps)) for bound, warps in rows["quantize"]),
         attention=Attention(**rows["attention"]),
+        ahead_bytes=int(rows.get("ahead_bytes", 0)),
     )
 
 

@@ -1,37 +1,111 @@
-"""Compile a Triton kernel for a card that is not there."""
+"""Compile every Triton kernel for cards that are not there and print what the assembly holds, as JSON.
+
+A process of its own: the tests' process interprets the kernels, and a kernel is either interpreted or compiled.
+
+    python -m tests.runtime.kernels.ahead_of_time gfx942 gfx90a gfx908
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-TARGETS = {
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-    "gfx90a": GPUTarget("hip", "gfx90a", 64),
-    "gfx908": GPUTarget("hip", "gfx908", 64),
-    "sm_90": GPUTarget("cuda", 90, 32),
-}
+from quantkit_runtime.kernels.triton import attention, cache, gemm, quantize, routing
+
+GEMM = {
+    "x": "*i8", "x_scale": "*fp32", "w": "*i8", "w_scale": "*fp32", "bias": "*bf16", "out": "*bf16", "slots": "*i32",
+    "tile_expert": "*i32", "rows": "i32", "tiles_m": "i32", "n": "i32=16", "k": "i32=16", "stride_expert": "i64=16",
+}  # fmt: skip
+QUANTIZE = {
+    "x": "*bf16", "q": "*i8", "scale": "*fp32", "k": "i32=16", "groups": "i32", "residual": "*bf16", "weight": "*bf16",
+    "normed": "*bf16", "total": "*bf16", "eps": "fp32", "gate_up": "*bf16", "ahead": "*i8", "rows": "i32",
+}  # fmt: skip
+ROUTING = {
+    "index": "*i64", "slots": "*i32", "tile_expert": "*i32", "count": "i32", "tiles": "i32", "out": "*bf16",
+    "weights": "*bf16", "total": "*bf16", "h": "i32=16",
+}  # fmt: skip
+ATTENTION = {
+    "q": "*bf16", "k": "*i8", "k_scale": "*fp32", "v": "*bf16", "table": "*i32", "lengths": "*i32", "part": "*fp32",
+    "part_max": "*fp32", "part_sum": "*fp32", "scale": "fp32", "softcap": "fp32", "window": "i32", "heads": "i32",
+    "max_blocks": "i32", "dim": "i32=16", "dim_v": "i32=16", "shares": "i32", "ahead": "*i8", "sinks": "*fp32",
+    "out": "*bf16",
+}  # fmt: skip
+CACHE = {
+    "qkv": "*bf16", "cos": "*fp32", "sin": "*fp32", "places": "*i64", "q_out": "*bf16", "k_cache": "*i8",
+    "k_scale": "*fp32", "v_cache": "*bf16", "heads": "i32", "kv_heads": "i32",
+}  # fmt: skip
+"""Triton's types of the arguments; "=16": a multiple of 16."""
 
 
-def assembly(kernel: Any, target: str, types: dict[str, str], constants: dict[str, Any], **options: int) -> str:
-    """Assembly (PTX for sm_90) of a kernel whose pointers and integers are multiples of 16 where they are one.
+def _gemm(bm: int, bn: int, share: int, group: int, swap: bool, warps: int) -> tuple[Any, ...]:
+    sizes = {"SHARE": share, "GROUP": group, "HAS_BIAS": True, "SWAP": swap, "BAND": 8, "BM": bm, "BN": bn, "BK": 128}
+    return gemm._gemm, GEMM, {**sizes, "EVEN_K": True}, warps
 
-    Args:
-        types: Triton's type of every argument that is no constant: "*i8", "i32", ...; a name ending in "=16" tells that
-            the integer is a multiple of 16.
-        constants: values of `tl.constexpr` arguments, and of pointers that are None.
-    """
+
+_ROW = {"GROUP": 4096, "G": 1, "W": 4096, "PART": quantize.PART}
+_NORM = {"RESIDUAL": True, "UNIT_OFFSET": False, "KEEP": True}
+_SHARE = {
+    "v_scale": None, "REP": 4, "PAGE": 16, "INT8_K": True, "INT8_V": False, "SOFTCAP": False, "BH": 16, "BN": 64,
+    "BD": 128, "BV": 128, "PART": quantize.PART,
+}  # fmt: skip
+_ALIGN = {"E": 128, "BINS": 256, "BLOCK": 128, "CHUNK": 1024, "FILL": 128}
+_WRITE = {"v_scale": None, "PAGE": 16, "DIM": 128, "INT8_K": True, "INT8_V": False, "BD": 128}
+
+KERNELS: dict[str, tuple[Any, ...]] = {
+    "gemm": _gemm(128, 128, 0, 0, False, 8),
+    "gemm, few rows": _gemm(16, 64, 0, 0, False, 4),
+    "gemm, swapped": _gemm(16, 64, 0, 0, True, 4),
+    "gemm, groups": _gemm(128, 128, 0, 128, False, 8),
+    "gemm, experts": _gemm(128, 128, 8, 0, False, 8),
+    "quantize": (quantize._quantize, QUANTIZE, _ROW, 4),
+    "quantize, nothing ahead": (quantize._quantize, QUANTIZE, {**_ROW, "PART": 0, "ahead": None}, 4),
+    "norm_quantize": (quantize._norm_quantize, QUANTIZE, {**_ROW, **_NORM}, 4),
+    "norm_quantize, nothing ahead": (quantize._norm_quantize, QUANTIZE, {**_ROW, **_NORM, "PART": 0, "ahead": None}, 4),
+    "silu_mul_quantize": (quantize._silu_mul_quantize, QUANTIZE, _ROW, 4),
+    "align": (routing._align, ROUTING, _ALIGN, 4),
+    "combine": (routing._combine, ROUTING, {"K": 8, "E": 128, "BH": 2048}, 4),
+    "paged_decode": (attention._share, ATTENTION, _SHARE, 4),
+    "paged_decode, nothing ahead": (attention._share, ATTENTION, {**_SHARE, "PART": 0, "ahead": None}, 4),
+    "paged_decode, float": (attention._share, {**ATTENTION, "k": "*bf16"}, {**_SHARE, "INT8_K": False, "k_scale": None, "PART": 0}, 4),
+    "paged_decode, join": (attention._join, ATTENTION, {"SINKS": True, "BS": 16, "BV": 128}, 4),
+    "rope_write": (cache._rope_write, CACHE, _WRITE, 1),
+}  # fmt: skip
+"""Kernel, types of its arguments, its constants, warps."""
+
+
+def assembly(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, target: str) -> str:
+    """AMD assembly of a kernel."""
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
-        kind = "constexpr" if name in constants else types[name]
-        kind, _, aligned = kind.partition("=")
+        kind, _, aligned = ("constexpr" if name in constants else types[name]).partition("=")
         signature[name] = kind
         if kind.startswith("*") or aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
     where = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=where, attrs=attributes)
-    compiled = triton.compile(source, target=TARGETS[target], options=options)
-    return str(compiled.asm["amdgcn" if target.startswith("gfx") else "ptx"])
+    options = {"num_warps": warps, "num_stages": 2}
+    compiled = triton.compile(source, target=GPUTarget("hip", target, 64), options=options)
+    return str(compiled.asm["amdgcn"])
+
+
+def facts(text: str) -> dict[str, int]:
+    """What a test wants to know of an assembly."""
+    spills = re.findall(r"\.[sv]gpr_spill_count: +(\d+)", text)
+    return {
+        "mfma_i32": len(re.findall(r"v_mfma_i32", text)),
+        "wide_loads": len(re.findall(r"(?:global|buffer)_load_dwordx4", text)),
+        "spills": sum(map(int, spills)) if spills else -1,
+    }
+
+
+if __name__ == "__main__":
+    found = {
+        target: {name: facts(assembly(*kernel, target)) for name, kernel in KERNELS.items()} for target in sys.argv[1:]
+    }
+    json.dump(found, sys.stdout)

@@ -19,17 +19,17 @@ struct dim3 {
 };
 
 namespace qk_cpu {
-inline dim3 grid, block, block_index, thread_index;
-inline ucontext_t scheduler;
-inline std::vector<ucontext_t> fibers;
-inline std::vector<uint64_t> exchange;
-inline std::function<void()> body;
-inline unsigned current;
+static dim3 grid, block, block_index, thread_index;
+static ucontext_t scheduler;
+static std::vector<ucontext_t> fibers;
+static std::vector<uint64_t> exchange;
+static std::function<void()> body;
+static unsigned current;
 
-inline void barrier() { swapcontext(&fibers[current], &scheduler); }
+static void barrier() { swapcontext(&fibers[current], &scheduler); }
 
 template <typename T>
-T shuffle_xor(T value, int mask) {
+static T shuffle_xor(T value, int mask) {
   static_assert(sizeof(T) <= 8, "a shuffle moves 8 bytes");
   __builtin_memcpy(&exchange[thread_index.x], &value, sizeof(T));
   barrier();
@@ -39,7 +39,7 @@ T shuffle_xor(T value, int mask) {
   return other;
 }
 
-inline void run_block() {
+static void run_block() {
   const size_t stack = 64 * 1024;
   std::vector<char> stacks(stack * block.x);
   std::vector<bool> done(block.x, false);
@@ -62,7 +62,7 @@ inline void run_block() {
       }
 }
 
-inline void run(dim3 grid_, dim3 block_, std::function<void()> body_) {
+static void run(dim3 grid_, dim3 block_, std::function<void()> body_) {
   grid = grid_, block = block_, body = std::move(body_);
   for (unsigned y = 0; y < grid.y; ++y)
     for (unsigned x = 0; x < grid.x; ++x) {

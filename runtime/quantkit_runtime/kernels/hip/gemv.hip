@@ -20,6 +20,8 @@ struct Arguments {
   int tokens, n, k, group, experts, share, out_type, bias_type;
 };
 
+namespace {  // nothing but the two functions at the end is seen from outside
+
 template <int OUT>
 __device__ __forceinline__ void fetch(qk_int8x16 (&w)[OUT], const int8_t* weights, int tile, int at, int n, int k) {
   for (int o = 0; o < OUT; ++o) {
@@ -35,7 +37,9 @@ __global__ void __launch_bounds__(MAX_THREADS) gemv(Arguments a) {
   const int steps = (a.k + threads * 16 - 1) / (threads * 16), tiles = (a.n + OUT - 1) / OUT;
   const int groups = GROUPED ? a.k / a.group : 1;
   int64_t slot = 0, which = 0;
+  QK_LET_NEXT_START();
   if (a.expert) {
+    QK_AFTER_PREVIOUS();  // which weights they are is known only then
     slot = blockIdx.y;
     which = a.expert[slot];
     if (which < 0 || which >= a.experts) return;
@@ -47,6 +51,7 @@ __global__ void __launch_bounds__(MAX_THREADS) gemv(Arguments a) {
 
   qk_int8x16 next[OUT];
   fetch<OUT>(next, weights, blockIdx.x, thread * 16, a.n, a.k);
+  if (!a.expert) QK_AFTER_PREVIOUS();
   int buffer = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, buffer ^= 1) {
     sum_t sum[OUT * TOKENS] = {};
@@ -86,9 +91,10 @@ __global__ void __launch_bounds__(MAX_THREADS) gemv(Arguments a) {
 }
 
 template <int OUT, int TOKENS>
-static void launch(const Arguments& a, int blocks, int slots, int threads, void* stream) {
+void launch(const Arguments& a, int blocks, int slots, int threads, void* stream) {
   const int tiles = (a.n + OUT - 1) / OUT;
-  const dim3 grid(tiles < blocks ? tiles : blocks, slots), block(threads);
+  const int rounds = (tiles + blocks - 1) / blocks;  // all blocks get as many tiles, but for a rest
+  const dim3 grid((tiles + rounds - 1) / rounds, slots), block(threads);
   if (a.group)
     QK_LAUNCH((gemv<OUT, TOKENS, true>), grid, block, stream, a);
   else
@@ -96,7 +102,7 @@ static void launch(const Arguments& a, int blocks, int slots, int threads, void*
 }
 
 template <int OUT>
-static int by_tokens(const Arguments& a, int blocks, int slots, int threads, void* stream) {
+int by_tokens(const Arguments& a, int blocks, int slots, int threads, void* stream) {
   if (a.expert || a.tokens == 1) launch<OUT, 1>(a, blocks, slots, threads, stream);
   else if (a.tokens == 2) launch<OUT, 2>(a, blocks, slots, threads, stream);
   else if (a.tokens <= 4) launch<OUT, 4>(a, blocks, slots, threads, stream);
@@ -104,13 +110,20 @@ static int by_tokens(const Arguments& a, int blocks, int slots, int threads, voi
   return QK_LAST_ERROR();
 }
 
+}  // namespace
+
 // Returns 0, the launch's error code, or -1 for sizes that it has no kernel for. blocks: most blocks along x.
 extern "C" int quantkit_gemv(const Arguments* a, int slots, int outputs, int threads, int blocks, void* stream) {
   const bool fits = a->tokens >= 1 && a->tokens <= 8 && a->k % 16 == 0 && a->group % 16 == 0 && threads % QK_WAVE == 0 &&
                     threads <= MAX_THREADS && (!a->group || a->k % a->group == 0);
   if (!fits) return -1;
   if (outputs == 2) return by_tokens<2>(*a, blocks, slots, threads, stream);
-  if (outputs == 4) return by_tokens<4>(*a, blocks, slots, threads, stream);
+  if (outputs == 8 && (a->expert || a->tokens <= 2)) {
+    if (a->expert || a->tokens == 1) launch<8, 1>(*a, blocks, slots, threads, stream);
+    else launch<8, 2>(*a, blocks, slots, threads, stream);
+    return QK_LAST_ERROR();
+  }
+  if (outputs >= 4) return by_tokens<4>(*a, blocks, slots, threads, stream);
   return -1;
 }
 

@@ -10,9 +10,25 @@ typedef _Float16 qk_half;
 #include <cuda_fp16.h>
 #define QK_WAVE 32
 #define QK_SHUFFLE_XOR(value, mask) __shfl_xor_sync(0xffffffffu, value, mask)
-#define QK_LAUNCH(kernel, grid, block, stream, ...) kernel<<<grid, block, 0, (cudaStream_t)(stream)>>>(__VA_ARGS__)
+#define QK_LAUNCH(kernel, grid, block, stream, arguments) qk_launch(kernel, grid, block, stream, arguments)
 #define QK_LAST_ERROR() ((int)cudaGetLastError())
 typedef __half qk_half;
+
+// From sm_90 on a kernel may start while its predecessor ends: weights are requested before QK_AFTER_PREVIOUS.
+template <typename Kernel, typename Arguments>
+static void qk_launch(Kernel kernel, dim3 grid, dim3 block, void* stream, const Arguments& arguments) {
+#if __CUDA_ARCH_LIST__ >= 900
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid, config.blockDim = block, config.stream = (cudaStream_t)stream;
+  config.attrs = &overlap, config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, arguments);
+#else
+  kernel<<<grid, block, 0, (cudaStream_t)stream>>>(arguments);
+#endif
+}
 #else  // hipcc
 #include <hip/hip_runtime.h>
 #define QK_WAVE __AMDGCN_WAVEFRONT_SIZE
@@ -20,6 +36,14 @@ typedef __half qk_half;
 #define QK_LAUNCH(kernel, grid, block, stream, ...) kernel<<<grid, block, 0, (hipStream_t)(stream)>>>(__VA_ARGS__)
 #define QK_LAST_ERROR() ((int)hipGetLastError())
 typedef _Float16 qk_half;
+#endif
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define QK_AFTER_PREVIOUS() asm volatile("griddepcontrol.wait;" ::: "memory")
+#define QK_LET_NEXT_START() asm volatile("griddepcontrol.launch_dependents;")
+#else
+#define QK_AFTER_PREVIOUS()
+#define QK_LET_NEXT_START()
 #endif
 
 struct alignas(16) qk_int8x16 {

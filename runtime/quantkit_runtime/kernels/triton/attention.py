@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantkit_runtime.kernels.triton.quantize import PART, parts_ahead, read_ahead
 from quantkit_runtime.kernels.tuning import Attention, tuning
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -20,11 +21,16 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _share(
     q, k, k_scale, v, v_scale, table, lengths, part, part_max, part_sum, scale, softcap, window, heads, max_blocks,
-    dim, dim_v, REP: tl.constexpr, PAGE: tl.constexpr, INT8_K: tl.constexpr, INT8_V: tl.constexpr,
-    SOFTCAP: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    dim, dim_v, shares, ahead, REP: tl.constexpr, PAGE: tl.constexpr, INT8_K: tl.constexpr, INT8_V: tl.constexpr,
+    SOFTCAP: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     seq, kv_head, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    kv_heads, shares = tl.num_programs(1), tl.num_programs(2)
+    kv_heads = tl.num_programs(1)
+    if PART > 0:
+        if share >= shares:
+            mine = ((share - shares) * tl.num_programs(0) + seq) * kv_heads + kv_head
+            read_ahead(ahead, part_max + 2 * tl.num_programs(0) * heads * shares, mine, PART)
+            return
     length = tl.load(lengths + seq)
     start = 0
     if window > 0:
@@ -37,6 +43,17 @@ def _share(
     head = kv_head * REP + r
     row = seq * heads + head
     q_tile = tl.load(q + row[:, None] * dim + d[None, :], mask=(r[:, None] < REP) & (d[None, :] < dim), other=0.0)
+    q_high, q_low = q_tile, q_tile
+    if INT8_K:
+        # q = q_scale * (high + low / 254): 15 bits in two int8 products, so that keys need no conversion
+        wide = q_tile.to(tl.float32)
+        q_scale = tl.max(tl.abs(wide), axis=1) / 127.0
+        q_scale = tl.where(q_scale > 0.0, q_scale, 1.0)
+        wide = wide / q_scale[:, None]
+        rounded = (wide + 12582912.0) - 12582912.0
+        rest = ((wide - rounded) * 254.0 + 12582912.0) - 12582912.0
+        q_high, q_low = rounded.to(tl.int8), rest.to(tl.int8)
+        scale = scale * q_scale[:, None]
     top = tl.full((BH,), -float("inf"), tl.float32)
     weight = tl.zeros((BH,), tl.float32)
     acc = tl.zeros((BH, BV), tl.float32)
@@ -46,9 +63,13 @@ def _share(
         block = tl.load(table + seq.to(tl.int64) * max_blocks + n // PAGE, mask=seen, other=0).to(tl.int64)
         place = (block * kv_heads + kv_head) * PAGE + n % PAGE
         k_tile = tl.load(k + place[:, None] * dim + d[None, :], mask=seen[:, None] & (d[None, :] < dim), other=0)
-        score = tl.dot(q_tile, tl.trans(k_tile.to(q_tile.dtype)), input_precision="ieee") * scale
         if INT8_K:
-            score *= tl.load(k_scale + place, mask=seen, other=0.0)[None, :]
+            k_turned = tl.trans(k_tile)
+            score = tl.dot(q_high, k_turned, out_dtype=tl.int32).to(tl.float32)
+            score += tl.dot(q_low, k_turned, out_dtype=tl.int32).to(tl.float32) * (1.0 / 254.0)
+            score *= scale * tl.load(k_scale + place, mask=seen, other=0.0)[None, :]
+        else:
+            score = tl.dot(q_tile, tl.trans(k_tile.to(q_tile.dtype)), input_precision="ieee") * scale
         if SOFTCAP:
             score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))  # tanh without libdevice
         if window > 0:
@@ -107,11 +128,13 @@ def paged_decode(
     sinks: Tensor | None = None,
     window: int = 0,
     softcap: float = 0.0,
+    ahead: Tensor | None = None,
     config: Attention | None = None,
 ) -> Tensor:
     """See `kernels.registry`; `config` overrides the device's table.
 
-    Scores and sums are float32; probabilities enter the second product in q's dtype.
+    Scores and sums are float32; over INT8 keys the query is taken to 15 bits. Probabilities enter the second product in
+    q's dtype.
     """
     (b, h, dim), (kv_heads, page), dim_v = q_BHD.shape, k_cache.shape[1:3], v_cache.shape[3]
     out = q_BHD.new_empty((b, h, dim_v))
@@ -121,14 +144,15 @@ def paged_decode(
     longest = min(block_table.shape[1] * page, window or block_table.shape[1] * page)
     shares = config.shares(b * kv_heads, longest)
     part = q_BHD.new_empty((b, h, shares, dim_v), dtype=torch.float32)
-    ends = q_BHD.new_empty((2, b, h, shares), dtype=torch.float32)
+    ends = q_BHD.new_empty(2 * b * h * shares + 1, dtype=torch.float32)[:-1].view(2, b, h, shares)
+    more = parts_ahead(ahead) // (b * kv_heads)
     bv = triton.next_power_of_2(dim_v)
-    _share[(b, kv_heads, shares)](
+    _share[(b, kv_heads, shares + more)](
         q_BHD.contiguous(), k_cache, k_scale, v_cache, v_scale, block_table, lengths, part, ends[0], ends[1],
-        scale, softcap, window, h, block_table.stride(0), dim, dim_v,
+        scale, softcap, window, h, block_table.stride(0), dim, dim_v, shares, ahead,
         REP=h // kv_heads, PAGE=page, INT8_K=k_scale is not None, INT8_V=v_scale is not None, SOFTCAP=softcap > 0,
-        BH=max(16, triton.next_power_of_2(h // kv_heads)), BN=config.bn, BD=max(16, triton.next_power_of_2(dim)),
-        BV=max(16, bv), num_warps=config.warps, num_stages=config.stages,
+        BH=max(16, triton.next_power_of_2(h // kv_heads)), BN=config.bn, BD=max(32, triton.next_power_of_2(dim)),
+        BV=max(16, bv), PART=PART if more else 0, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     _join[(b * h,)](
         part, ends[0], ends[1], sinks, out, h, shares, dim_v,

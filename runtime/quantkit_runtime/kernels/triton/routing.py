@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quantkit_runtime.kernels.reference import Alignment, most_tiles
 
-_CHUNK = 1024
+_CHUNK = 4096
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def align(index_Tk: Tensor, experts: int, block: int) -> Alignment:
         _align[(experts + 1,)](
             index_Tk.contiguous(), slots, tile_expert, count, tiles,
             E=experts, BINS=triton.next_power_of_2(experts + 1), BLOCK=block,
-            CHUNK=min(_CHUNK, max(32, triton.next_power_of_2(count))), FILL=128,
+            CHUNK=min(_CHUNK, max(32, triton.next_power_of_2(count))), FILL=128, num_warps=8 if count > 1024 else 4,
         )  # fmt: skip
     return Alignment(slots, tile_expert, block)
 
