@@ -189,7 +189,9 @@ def _routed(module: Any, x_TH: Tensor, expert_Tk: Tensor, weight_Tk: Tensor) -> 
         counted = partial(one.account.int8_gemm, weights=names)
         return routed.Projection(one.weight, one.weight_scale, bias, one.group_size, counted)
 
-    activate = None if getattr(module, "fused_silu", False) else module._apply_gate if module.has_gate else module.act_fn
+    activate = (
+        None if getattr(module, "fused_silu", False) else module._apply_gate if module.has_gate else module.act_fn
+    )
     finish = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
     family = module.down_proj.family
     parts = part(_entering(module)), part("down_proj")

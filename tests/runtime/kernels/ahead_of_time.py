@@ -54,6 +54,7 @@ _SHARE = {
     "v_scale": None, "REP": 4, "PAGE": 16, "INT8_K": True, "INT8_V": False, "SOFTCAP": False, "BH": 16, "BN": 64,
     "BD": 128, "BV": 128, "PART": quantize.PART,
 }  # fmt: skip
+_FLOAT_KEYS = {"INT8_K": False, "k_scale": None, "PART": 0, "ahead": None}
 _ALIGN = {"E": 128, "BINS": 256, "BLOCK": 128, "CHUNK": 1024, "FILL": 128}
 _WRITE = {"v_scale": None, "PAGE": 16, "DIM": 128, "INT8_K": True, "INT8_V": False, "BD": 128}
 
@@ -72,11 +73,14 @@ KERNELS: dict[str, tuple[Any, ...]] = {
     "combine": (routing._combine, ROUTING, {"K": 8, "E": 128, "BH": 2048}, 4),
     "paged_decode": (attention._share, ATTENTION, _SHARE, 4),
     "paged_decode, nothing ahead": (attention._share, ATTENTION, {**_SHARE, "PART": 0, "ahead": None}, 4),
-    "paged_decode, float": (attention._share, {**ATTENTION, "k": "*bf16"}, {**_SHARE, "INT8_K": False, "k_scale": None, "PART": 0}, 4),
+    "paged_decode, float keys": (attention._share, {**ATTENTION, "k": "*bf16"}, {**_SHARE, **_FLOAT_KEYS}, 4),
     "paged_decode, join": (attention._join, ATTENTION, {"SINKS": True, "BS": 16, "BV": 128}, 4),
     "rope_write": (cache._rope_write, CACHE, _WRITE, 1),
 }  # fmt: skip
 """Kernel, types of its arguments, its constants, warps."""
+
+PRODUCTS = [name for name in KERNELS if name.startswith("gemm")] + ["paged_decode"]
+"""Those that multiply int8 matrices."""
 
 
 def assembly(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, target: str) -> str:
@@ -105,7 +109,13 @@ def facts(text: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    # all kernels for the first card, products alone for the others
     found = {
-        target: {name: facts(assembly(*kernel, target)) for name, kernel in KERNELS.items()} for target in sys.argv[1:]
+        target: {
+            name: facts(assembly(*kernel, target))
+            for name, kernel in KERNELS.items()
+            if target == sys.argv[1] or name in PRODUCTS
+        }
+        for target in sys.argv[1:]
     }
     json.dump(found, sys.stdout)
