@@ -11,6 +11,7 @@ from quantkit.console import console, json_option, print_json
 
 if TYPE_CHECKING:
     from quantkit.ladder.run import LadderReport
+    from quantkit.ladder.speed import Speed
 
 _WIDTH = 112
 """Columns that the table needs; a narrower terminal wraps lines instead of cutting cells."""
@@ -37,6 +38,7 @@ Every rung reads the weights once, a layer at a time. Killed: run the same comma
 @click.option("--seed", type=int, default=1, show_default=True, help="Of the draw.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--jobs", type=click.IntRange(1), help="Batches at a time; default: the cores, at most 32.")
+@click.option("--speed", is_flag=True, help="Also convert and measure what quantkit-runtime can run, on this device.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print sizes, write nothing.")
 @json_option
 def command(
@@ -47,6 +49,7 @@ def command(
     data: tuple[str, ...],
     device: str,
     jobs: int | None,
+    speed: bool,
     dry_run: bool,
     as_json: bool,
     **text: int,
@@ -62,7 +65,7 @@ def command(
         from quantkit.calibrate.sources import parse_spec
 
         calibration["mix"] = tuple(parse_spec(spec).model_dump() for spec in data)
-    ladder = plan_ladder(model, load_rungs(rungs, only), calibration, device=device)
+    ladder = plan_ladder(model, load_rungs(rungs, only), calibration, device=device, speed=speed)
     if dry_run:
         _show_plan(ladder.describe(), as_json)
         return
@@ -93,7 +96,9 @@ def _show(report: LadderReport, page: Path) -> None:
     table = Table(box=None, pad_edge=False, title="against the source in float32", title_justify="left")
     table.add_column("rung")
     table.add_column("differs from")
-    for name in ("KL, 1e-3", "step", "perplexity, %", "same token", "weights", "cache per token"):
+    measured = any(row.speed for row in report.rungs)
+    speeds = ("prefill, tokens/s", "ms a token") if measured else ()
+    for name in ("KL, 1e-3", "step", "perplexity, %", "same token", "weights", "cache per token", *speeds):
         table.add_column(name, justify="right")
     for row in report.rungs:
         score = row.scores.overall
@@ -101,11 +106,12 @@ def _show(report: LadderReport, page: Path) -> None:
             row.rung.name,
             row.rung.after or "source",
             f"{1e3 * score.kl:.2f} ± {1e3 * score.kl_error:.2f}",
-            f"{1e3 * row.step_kl:+.2f}",
+            f"{1e3 * row.step_kl:+.2f} ± {1e3 * row.step_error:.2f}",
             f"{100 * score.change:+.2f} ± {100 * score.change_error:.2f}",
             f"{score.top1:.1%}",
             human_bytes(row.weight_bytes),
             human_bytes(row.kv_bytes),
+            *(_speed(row.speed) if measured else ()),
         )
     shown = console()
     shown.width = max(shown.width, _WIDTH)
@@ -113,3 +119,7 @@ def _show(report: LadderReport, page: Path) -> None:
     if report.passed_over:
         shown.print(f"not for this source: {', '.join(report.passed_over)}", markup=False)
     shown.print(f"report: {page}", markup=False)
+
+
+def _speed(speed: Speed | None) -> tuple[str, str]:
+    return (f"{speed.prefill_per_s:,.0f}", f"{1e3 * speed.token_s:.2f}") if speed else ("-", "-")

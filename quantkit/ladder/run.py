@@ -25,6 +25,7 @@ from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import write_atomic
 from quantkit.ladder.rungs import Rung, recipes_of
 from quantkit.ladder.score import Scores, score
+from quantkit.ladder.speed import Speed, measure, runs
 from quantkit.ladder.walk import RungPass
 from quantkit.outdir import exclusive, prepare_output
 from quantkit.plan.cache import CacheFormat, per_token
@@ -43,16 +44,19 @@ class RungResult(_Strict):
     """Attributes:
     rung: as listed.
     scores: against the source.
-    step_kl: KL beyond that of the rung that `after` names (of the source: 0).
+    step_kl, step_error: KL beyond that of the rung that `after` names (of the source: 0), and its standard error.
     weight_bytes: of all tensors, scales included.
     kv_bytes: of the cache for each token, one rank.
+    speed: None where it was not asked for, or the runtime has no such arithmetic.
     """
 
     rung: Rung
     scores: Scores
     step_kl: float
+    step_error: float
     weight_bytes: int
     kv_bytes: int
+    speed: Speed | None = None
 
 
 class LadderReport(_Strict):
@@ -91,12 +95,14 @@ class LadderPlan:
     rungs: that will run.
     recipes: of the rungs.
     passed_over: names of the others.
+    speed: device whose speed is measured, "" for none.
     """
 
     plan: Plan
     rungs: tuple[Rung, ...]
     recipes: Mapping[str, Recipe]
     passed_over: tuple[str, ...]
+    speed: str = ""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -108,6 +114,7 @@ class LadderPlan:
             "config_sha256": hashlib.sha256((self.plan.source.root / "config.json").read_bytes()).hexdigest(),
             "samples_sha256": self.plan.samples.digest,
             "device": self.plan.device.type,
+            "speed": self.speed,
             "rungs": [rung.model_dump(mode="json") for rung in self.rungs],
             "recipes": {name: recipe.model_dump(mode="json") for name, recipe in self.recipes.items()},
         }
@@ -128,12 +135,13 @@ class LadderPlan:
 
 
 def plan_ladder(
-    root: Path, rungs: tuple[Rung, ...], calibration: Mapping[str, Any], *, device: str = "auto"
+    root: Path, rungs: tuple[Rung, ...], calibration: Mapping[str, Any], *, device: str = "auto", speed: bool = False
 ) -> LadderPlan:
     """Check source, text and every rung; nothing is written.
 
     Args:
         calibration: keys of a recipe's calibration section: how the text is drawn.
+        speed: also convert the rungs that the runtime can run, and measure them.
 
     Raises:
         InputError, UsageError: something cannot be used.
@@ -146,7 +154,8 @@ def plan_ladder(
     recipes = recipes_of(kept)
     for recipe in recipes.values():
         view_of(plan.source, recipe.methods)  # says now what cannot be transformed
-    return LadderPlan(plan, kept, recipes, tuple(rung.name for rung in rungs if rung not in kept))
+    passed_over = tuple(rung.name for rung in rungs if rung not in kept)
+    return LadderPlan(plan, kept, recipes, passed_over, plan.device.type if speed else "")
 
 
 def run_ladder(ladder: LadderPlan, out: Path, jobs: int = 0) -> LadderReport:
@@ -197,15 +206,20 @@ def _result(
         return RungResult.model_validate_json(kept.read_bytes())
     plan, recipe = ladder.plan, ladder.recipes[rung.name]
     scores = score(plan.samples, plan.batches, reference, _walk(plan, rung, recipe, work, jobs))
-    known = {row.rung.name: row.scores.overall.kl for row in before}
+    known = {row.rung.name: row.scores for row in before}
+    step, step_error = scores.step(known.get(rung.after))
     sizes = read_source(plan.source.root, load_recipe("bf16") if rung.weights == "stored" else recipe)
     form = CacheFormat(*("int8" if dtype == "int8" else "bf16" for dtype in (rung.keys, rung.values)))
     found = RungResult(
         rung=rung,
         scores=scores,
-        step_kl=scores.overall.kl - known.get(rung.after, 0.0),
+        step_kl=step,
+        step_error=step_error,
         weight_bytes=sizes.source_bytes if rung.weights == "stored" else sizes.output_bytes,
         kv_bytes=per_token(sizes.model.caches(form, 1)),
+        speed=measure(plan.source.root, rung, recipe, work, device=ladder.speed)
+        if ladder.speed and runs(rung)
+        else None,
     )
     write_atomic(kept, [found.model_dump_json().encode()])
     return found

@@ -25,7 +25,7 @@ class Rung(_Strict):
     Attributes:
         name: in the tables, and of its files.
         after: the rung that it differs from in one thing; "" for the source.
-        change: what that thing is, for the report.
+        change, change_zh: what that thing is, for the report; in Chinese as well where it is given.
         recipe: shipped name or file; decides on views of the weights and on the scheme of every GEMM.
         weights: as the recipe says, or as stored.
         activations: as the recipe says, float, or FP8 (E4M3 per token and group of 128 inputs).
@@ -38,6 +38,7 @@ class Rung(_Strict):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]
     after: str = ""
     change: str
+    change_zh: str = ""
     recipe: str = "bf16"
     weights: Literal["recipe", "stored"] = "recipe"
     activations: Literal["recipe", "float", "fp8"] = "recipe"

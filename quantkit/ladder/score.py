@@ -53,11 +53,19 @@ class Score(_Strict):
 
 
 class Scores(_Strict):
-    """All of a rung's: over everything, by kind of text, by first position of a bucket."""
+    """All of a rung's: over everything, by kind of text, by first position of a bucket; mean KL of each sample."""
 
     overall: Score
     kinds: dict[str, Score]
     positions: dict[int, Score]
+    samples: tuple[float, ...]
+
+    def step(self, before: Scores | None) -> tuple[float, float]:
+        """KL beyond that of another rung on the same text (None: the source), and its paired standard error."""
+        if before is None:
+            return self.overall.kl, self.overall.kl_error
+        pairs = zip(self.samples, before.samples, strict=True)
+        return self.overall.kl - before.overall.kl, _error(torch.tensor([a - b for a, b in pairs]))
 
 
 @dataclass
@@ -89,7 +97,7 @@ class _Sums:
 
 def _error(values: Tensor) -> float:
     """Standard error of the mean; 0 for a single value."""
-    return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return float(values.double().std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def score(
@@ -113,6 +121,7 @@ def score(
         overall=overall.score(),
         kinds={kind: sums.score() for kind, sums in kinds.items()},
         positions={start: sums.score() for start, sums in positions.items() if sums.rows},
+        samples=tuple(float(row[1] / row[0]) for row in overall.rows),
     )
 
 

@@ -154,6 +154,8 @@ def test_steps_and_sizes(ladder: LadderReport, minimax: Path) -> None:
     kl = {name: row.scores.overall.kl for name, row in by_name.items()}
     assert by_name["w8"].step_kl == kl["w8"]
     assert by_name["w8a8"].step_kl == pytest.approx(kl["w8a8"] - kl["w8"])
+    pairs = np.array([by_name[name].scores.samples for name in ("w8a8", "w8")])
+    assert by_name["w8a8"].step_error == pytest.approx((pairs[0] - pairs[1]).std(ddof=1) / np.sqrt(pairs.shape[1]))
     config = json.loads((minimax / "config.json").read_text())
     heads = config["num_hidden_layers"] * config["num_key_value_heads"]
     assert ladder.kv_bytes == by_name["w8a8"].kv_bytes == heads * 2 * config["head_dim"] * 2
