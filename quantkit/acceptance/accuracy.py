@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.acceptance.outcome import Finding, failed, several, skipped
+from quantkit.acceptance.outcome import Finding, Stopped, failed, several, skipped
 from quantkit.acceptance.session import Found, Session
 from quantkit.spec.baseline import LOGPROBS_NAME, Baseline, read_baseline
+from quantkit.spec.baseline import Sequence as Text
 from quantkit.spec.tensorfile import read_header, read_tensor
 
 
@@ -28,10 +29,8 @@ def greedy(session: Session) -> Found:
     for text in baseline.of_use("prompt"):
         wanted = list(text.ids[text.prompt_tokens :])
         body = _complete(session, text.ids[: text.prompt_tokens], len(wanted), return_token_ids=True, ignore_eos=True)
-        got = body["choices"][0].get("token_ids")
-        if not isinstance(got, list):
-            raise failed("no_token_ids", json.dumps(body))
-        same = _common_prefix(wanted, got)
+        got = body["choices"][0].get("token_ids")  # vLLM's extension of the API
+        same = _common_prefix(wanted, got) if isinstance(got, list) else _forced_prefix(session, text)
         shares.append(same / max(1, len(wanted)))
         if same < len(wanted):
             rows.append(
@@ -74,6 +73,24 @@ def perplexity(session: Session) -> Found:
     return Found("perplexity_kept", {"kinds": len(measured), "worst": f"{worst:.4f}"}, (), measured)
 
 
+def _forced_prefix(session: Session, text: Text) -> int:
+    """Tokens of a continuation that the server would have chosen after all those before: where they are its likeliest.
+
+    For servers that return no token ids: the whole text is echoed with log-probabilities.
+    """
+    tokens = len(text.ids)
+    body = _complete(session, text.ids, 1, echo=True, logprobs=1)
+    own = _prompt_logprobs(body, tokens)
+    try:
+        best = [
+            max(row.values()) for row in body["choices"][0]["logprobs"]["top_logprobs"][text.prompt_tokens : tokens]
+        ]
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise Stopped("unsupported", "no_token_ids", evidence=(json.dumps(body),)) from error
+    pairs = enumerate(zip(own[text.prompt_tokens :], best, strict=True))
+    return next((index for index, (mine, largest) in pairs if mine < largest), tokens - text.prompt_tokens)
+
+
 def _baseline(session: Session) -> Baseline:
     if session.baseline is None:
         raise skipped("no_baseline")
@@ -101,9 +118,9 @@ def _prompt_logprobs(body: dict[str, Any], tokens: int) -> list[float]:
         values = body["choices"][0]["logprobs"]["token_logprobs"][:tokens]
         found = [math.nan if value is None else float(value) for value in values]
     except (LookupError, TypeError, ValueError) as error:
-        raise failed("no_prompt_logprobs", json.dumps(body)) from error
+        raise Stopped("unsupported", "no_prompt_logprobs", evidence=(json.dumps(body),)) from error
     if len(found) != tokens:
-        raise failed("no_prompt_logprobs", json.dumps(body))
+        raise Stopped("unsupported", "no_prompt_logprobs", evidence=(json.dumps(body),))
     return found
 
 

@@ -22,7 +22,8 @@ class Stub:
 
     Attributes:
         faults: names of what is wrong, see `Handler`.
-        continuations: prompt ids -> greedy ids; logprobs: ids of a text -> log-probability of each id.
+        continuations: prompt ids -> greedy ids; logprobs: ids of a text -> log-probability of each id but the first;
+            best: of the likeliest one there, where that is another.
         token_s: time for a token.
     """
 
@@ -31,6 +32,7 @@ class Stub:
         self.context = 512
         self.continuations: dict[tuple[int, ...], list[int]] = {}
         self.logprobs: dict[tuple[int, ...], list[float]] = {}
+        self.best: dict[tuple[tuple[int, ...], int], float] = {}
         self.token_s = 0.0
         self.requests = 0
         self.memory = 100 * 2**20
@@ -122,8 +124,10 @@ class Handler(BaseHTTPRequestHandler):
         if body.get("echo"):
             if "no_echo" in self.stub.faults:
                 return self._error(400, "echo is not supported")
-            choice["logprobs"] = {"token_logprobs": [None, *self.stub.logprobs[ids], -1.0]}
-        else:
+            known = self.stub.logprobs[ids]
+            top = [{"best": self.stub.best.get((ids, index), value)} for index, value in enumerate(known)]
+            choice["logprobs"] = {"token_logprobs": [None, *known, -1.0], "top_logprobs": [None, *top, {}]}
+        elif "no_token_ids" not in self.stub.faults:
             choice["token_ids"] = self.stub.continuations[ids][: body["max_tokens"]]
         return self._json({"id": "1", "object": "text_completion", "created": 0, "model": MODEL, "choices": [choice]})
 

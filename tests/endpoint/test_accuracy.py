@@ -80,6 +80,15 @@ def test_a_token_that_differs_ends_the_agreement(check: Run, baseline: Path, stu
     assert (found.findings[0].key, found.measured["agreement"]) == ("greedy_differs", 0.2)
 
 
+def test_without_token_ids_the_echo_tells(check: Run, baseline: Path, stub: Stub) -> None:
+    """The fifth token of one continuation is not the likeliest."""
+    for row in PROMPTS:
+        stub.logprobs[row.ids] = [-0.5] * (len(row.ids) - 1)
+    stub.best[PROMPTS[0].ids, 2 + 4] = -0.1
+    found = check("greedy", "no_token_ids", baseline=baseline)
+    assert found.measured["agreement"] == pytest.approx((0.4 + 1) / 2)
+
+
 def test_perplexity_by_kind(check: Run, baseline: Path, stub: Stub) -> None:
     stub.logprobs[TEXTS[1].ids] = [value - 0.1 for value in LOGPROBS["math.0"]]
     found = check("perplexity", baseline=baseline)
@@ -95,4 +104,5 @@ def test_not_a_number_is_no_agreement(check: Run, baseline: Path, stub: Stub) ->
 
 def test_a_server_that_cannot_echo(check: Run, baseline: Path) -> None:
     assert check("perplexity", "no_echo", baseline=baseline).status == "unsupported"
+    assert check("greedy", "no_echo", "no_token_ids", baseline=baseline).status == "unsupported"
     assert check("perplexity").status == "skipped"
