@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from quantkit.ladder.run import LadderReport
     from quantkit.ladder.speed import Speed
 
-_WIDTH = 112
-"""Columns that the table needs; a narrower terminal wraps lines instead of cutting cells."""
+_WIDTH = 120
+"""Columns that the table needs without speeds; a narrower terminal wraps lines instead of cutting cells."""
 
 _PATH = click.Path(path_type=Path)
 
@@ -114,7 +114,7 @@ def _show(report: LadderReport, page: Path) -> None:
             *(_speed(row.speed) if measured else ()),
         )
     shown = console()
-    shown.width = max(shown.width, _WIDTH)
+    shown.width = max(shown.width, _WIDTH + 32 * measured)
     shown.print(table)
     if report.passed_over:
         shown.print(f"not for this source: {', '.join(report.passed_over)}", markup=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +23,15 @@ from quantkit.calibrate.passes import LayerRun
 from quantkit.calibrate.stream import LayerStream
 from quantkit.checkpoint.reader import Source
 from quantkit.cli import main
-from quantkit.errors import UsageError
+from quantkit.errors import QuantkitError, UsageError
+from quantkit.ladder import speed
 from quantkit.ladder.cache import RoundingCache, rounding_attention
 from quantkit.ladder.run import LadderPlan, LadderReport, plan_ladder, run_ladder
 from quantkit.ladder.rungs import load_rungs
 from quantkit.ladder.walk import RungPass, round_tokens_fp8
+from quantkit.recipe import load_recipe
 from quantkit.spec.scheme import SCHEMES
+from quantkit_runtime.cli import main as runtime_cli
 from tests.browser import Browser, check_report
 from tests.families import FAMILIES, make_tiny
 from tests.reference import fake_quantized, quantized_by_name, quantized_weight, transformers_model
@@ -252,6 +256,32 @@ def test_command_and_page(dense: Path, tmp_path: Path, browser: Browser) -> None
     assert done.exit_code == 0, done.output
     assert "not for this source: fp8" in done.output
     check_report(browser, tmp_path / "out" / "ladder.html", "What each step costs", "每一步的代价")
+
+
+def test_speed_is_that_of_the_runtime(minimax: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runtime's own command, run in this process on a short prompt; weights alone have no kernel."""
+    calls: list[list[str]] = []
+
+    def run_here(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        assert command[1:3] == ["-m", "quantkit_runtime.cli"]
+        calls.append(command[3:])
+        done = CliRunner().invoke(runtime_cli, command[3:])
+        return subprocess.CompletedProcess(command, done.exit_code, done.stdout, done.stderr)
+
+    monkeypatch.setattr(subprocess, "run", run_here)
+    for name, value in (("PROMPT_TOKENS", 16), ("STEPS", 2), ("SEQUENCES", 2)):
+        monkeypatch.setattr(speed, name, value)
+    recipe = load_recipe("w8a8")
+    weights, keys = load_rungs(None, ("w8", "w8a8+keys", "w8a8"))[0::2]
+    assert not speed.runs(weights)
+    assert speed.runs(keys)
+    found = speed.measure(minimax, keys, recipe, tmp_path, device="cpu")
+    assert 0 < found.token_s < 60
+    assert found.prefill_per_s > 0
+    assert found.decode_per_s > 0
+    assert calls[0][calls[0].index("--kv-keys") + 1] == "int8"
+    with pytest.raises(QuantkitError, match="ended with exit code 2"):
+        speed.measure(minimax, keys, recipe, tmp_path, device="tpu")
 
 
 def test_an_fp8_source_has_its_own_rung(dense: Path) -> None:
