@@ -201,7 +201,7 @@ class Handler(BaseHTTPRequestHandler):
     # ---------------------------------------------------------------------------------------------------- stream
 
     def _sleep(self, tokens: int = 1) -> None:
-        slower = 10 if "slows_down" in self.stub.faults and self.stub.requests > 15 else 1
+        slower = 40 if "slows_down" in self.stub.faults and self.stub.requests > 8 else 1
         if self.stub.token_s:
             time.sleep(self.stub.token_s * tokens * slower)
 
