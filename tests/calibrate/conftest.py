@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
+
 from quantkit.recipe import Recipe, load_recipe
+from quantkit.report import calibration as report
+
+
+@pytest.fixture(scope="module")
+def no_plots() -> Iterator[None]:
+    """Artifacts whose report is one word: drawing takes longer than calibrating a tiny model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "render", lambda _summary: "report")
+        yield
 
 
 def small_recipe(name: str = "w8a8", **calibration: object) -> Recipe:

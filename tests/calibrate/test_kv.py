@@ -22,9 +22,11 @@ from tests.calibrate.conftest import small_recipe
 
 RECIPE = small_recipe("w8a8-kv8", held_out=0)
 
+pytestmark = pytest.mark.usefixtures("no_plots")
+
 
 @pytest.fixture(scope="module")
-def artifact(minimax: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def artifact(minimax: Path, no_plots: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("kv") / "out"
     calibrate(minimax, out, RECIPE)
     return out

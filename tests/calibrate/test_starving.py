@@ -18,9 +18,11 @@ from quantkit.spec.calibration import read_summary
 from tests.calibrate.conftest import small_recipe
 from tests.calibrate.test_run import edited
 
+pytestmark = pytest.mark.usefixtures("no_plots")
+
 
 @pytest.fixture(scope="module")
-def starved(minimax: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def starved(minimax: Path, no_plots: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Expert 5 of layer 1 is never chosen."""
     name = "model.layers.1.block_sparse_moe.e_score_correction_bias"
 

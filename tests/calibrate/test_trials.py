@@ -24,6 +24,8 @@ from quantkit.recipe import Recipe
 from quantkit.spec.calibration import read_summary
 from tests.calibrate.conftest import small_recipe
 
+pytestmark = pytest.mark.usefixtures("no_plots")
+
 
 def deciding(**tables: Any) -> Recipe:
     """The default recipe with budgets and little text."""
@@ -34,7 +36,7 @@ KEEPING = deciding(auto_keep={"kl": 0.004, "max_share": 0.3, "never": ["attn.o"]
 
 
 @pytest.fixture(scope="module")
-def decided(minimax: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def decided(minimax: Path, no_plots: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("decided") / "out"
     calibrate(minimax, out, KEEPING)
     return out
