@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
@@ -27,7 +27,7 @@ def quick() -> Settings:
     values = load_settings(None).model_dump()
     values["timeout_s"] = 5
     values["function"] = {"max_tokens": 24, "structured_tokens": 64}
-    load = {"concurrency": 4, "requests": 12, "max_error_rate": 0.0, "max_ttft_p99_s": 0.8}
+    load = {"concurrency": 4, "requests": 12, "max_error_rate": 0.0, "max_ttft_p99_s": 2.0}
     values["performance"] = {
         "warm_up": 1,
         "loads": {
@@ -36,7 +36,7 @@ def quick() -> Settings:
             "mixed": {**load, "shapes": [[8, 8], [32, 16]]},
         },
     }
-    values["stability"] |= {"max_recovery_s": 5, "max_slowdown": 4}
+    values["stability"] |= {"max_recovery_s": 5, "max_slowdown": 1000}  # a busy machine slows down as well
     return Settings.model_validate(values)
 
 
@@ -44,10 +44,9 @@ def quick() -> Settings:
 def check(stub: Stub, quick: Settings) -> Run:
     """Runs one check against the stub with these faults."""
 
-    def run(name: str, *faults: str, max_recovery_s: float = 5.0, **session: object) -> Check:
+    def run(name: str, *faults: str, stability: Mapping[str, float] = {}, **session: object) -> Check:
         stub.faults = set(faults)
-        stability = quick.stability.model_copy(update={"max_recovery_s": max_recovery_s})
-        settings = quick.model_copy(update={"stability": stability})
+        settings = quick.model_copy(update={"stability": quick.stability.model_copy(update=dict(stability))})
         endpoint = connect(stub.url, "", timeout_s=quick.timeout_s, context=None)
         spec = next(spec for spec in CHECKS if spec.name == name)
         return run_check(spec, Session(endpoint, settings, **session))  # type: ignore[arg-type]

@@ -110,8 +110,8 @@ class Handler(BaseHTTPRequestHandler):
         faults = self.stub.faults
         if "errors" in faults or ("some_errors" in faults and number % 5 == 0):
             return self._error(500, "CUDA error: an illegal memory access was encountered")
-        if "slow" in faults and number % 4 == 0:
-            time.sleep(1.0)
+        if "slow" in faults and number % 6 == 0:
+            time.sleep(2.2)
         if self.path == "/v1/completions":
             return self._completion(body)
         return self._chat(body)

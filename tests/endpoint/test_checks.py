@@ -128,7 +128,7 @@ def test_leak_is_named(check: Run) -> None:
 
 def test_slowing_down_is_named(check: Run, stub: Stub) -> None:
     stub.token_s = 0.002
-    found = check("soak", "slows_down", soak_hours=HOURS, rate=40.0)
+    found = check("soak", "slows_down", soak_hours=HOURS, rate=40.0, stability={"max_slowdown": 2})
     assert "latency_grows" in [finding.key for finding in found.findings]
 
 
@@ -153,12 +153,13 @@ def test_recovery_is_measured(check: Run, stub: Stub) -> None:
     ("command", "key"), [("true", "never_down"), ("exit 3", "restart_command_failed"), ("", "no_restart")]
 )
 def test_restart_that_is_none(command: str, key: str, check: Run) -> None:
-    assert check("restart", restart_command=command, max_recovery_s=0.6).findings[0].key == key
+    assert check("restart", restart_command=command, stability={"max_recovery_s": 0.6}).findings[0].key == key
 
 
 def test_no_recovery(check: Run, stub: Stub) -> None:
     assert (
-        check("restart", restart_command=restart_command(stub, 30), max_recovery_s=1.5).findings[0].key == "no_recovery"
+        check("restart", restart_command=restart_command(stub, 30), stability={"max_recovery_s": 1.5}).findings[0].key
+        == "no_recovery"
     )
 
 
