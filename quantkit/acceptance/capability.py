@@ -17,7 +17,8 @@ from quantkit.acceptance.session import Found, Session
 from quantkit.acceptance.talk import ask, user
 from quantkit.errors import InputError
 
-_ANSWER_TOKENS = 24
+_TEMPLATE_TOKENS = 72
+"""Room for the question and what a chat template adds."""
 _QUESTION = "\n\nWhat is the access code of the blue lighthouse? Answer with the number only."
 
 
@@ -30,11 +31,11 @@ def needles(session: Session) -> Found:
     per_line = _tokens_per_line(session.endpoint, session.settings.seed)
     rows, hits = [], 0
     for length in settings.lengths:
-        lines = max(2, int((context * length - 4 * _ANSWER_TOKENS) / per_line))
+        lines = max(2, int((context * length - settings.answer_tokens - _TEMPLATE_TOKENS) / per_line))
         for depth in settings.depths:
             code = f"{random.Random(f'{session.settings.seed} {length} {depth}').randrange(10_000, 100_000)}"
             prompt = haystack(lines, depth, code, session.settings.seed) + _QUESTION
-            answer = ask(session.endpoint, user(prompt), max_tokens=_ANSWER_TOKENS)
+            answer = ask(session.endpoint, user(prompt), max_tokens=settings.answer_tokens)
             hit = code in answer.text
             hits += hit
             rows.append(

@@ -6,7 +6,8 @@ import os
 import re
 import urllib.request
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
@@ -30,12 +31,14 @@ class Endpoint:
         model: name that requests carry.
         timeout_s: of a request.
         context: tokens of prompt and answer, None when neither the server nor the user says.
+        extra_body: put into every chat request.
     """
 
     url: str
     model: str
     timeout_s: float
     context: int | None = None
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def client(self) -> OpenAI:
@@ -76,7 +79,9 @@ class Endpoint:
         return dict(found)
 
 
-def connect(url: str, model: str, *, timeout_s: float, context: int | None) -> Endpoint:
+def connect(
+    url: str, model: str, *, timeout_s: float, context: int | None, extra_body: Mapping[str, Any] | None = None
+) -> Endpoint:
     """Look at the server and find the model.
 
     Args:
@@ -113,7 +118,7 @@ def connect(url: str, model: str, *, timeout_s: float, context: int | None) -> E
     stated = getattr(served[model], "max_model_len", None)
     if context is None and isinstance(stated, int) and stated > 0:
         context = stated
-    return Endpoint(url, model, timeout_s, context)
+    return replace(probe, model=model, context=context, extra_body=extra_body or {})
 
 
 def said(error: Exception) -> str:

@@ -22,23 +22,27 @@ _LEAST_STOP = 3
 
 def single_turn(session: Session) -> Found:
     answer = ask(session.endpoint, user(ENGLISH), max_tokens=session.settings.function.max_tokens)
-    if not answer.text.strip():
+    if not answer.everything.strip():
         raise failed("empty_answer", ENGLISH)
     if answer.prompt_tokens <= 0 or answer.completion_tokens <= 0:
         raise failed("usage_missing", prompt=answer.prompt_tokens, completion=answer.completion_tokens)
-    return Found("answered", {"tokens": answer.completion_tokens}, evidence=(ENGLISH, answer.text))
+    return Found("answered", {"tokens": answer.completion_tokens}, evidence=(ENGLISH, answer.everything))
 
 
 def multi_turn(session: Session) -> Found:
     most = session.settings.function.max_tokens
     first = ask(session.endpoint, user(ENGLISH), max_tokens=most)
-    history = [*user(ENGLISH), {"role": "assistant", "content": first.text}, *user("Now say it in one sentence.")]
+    history = [
+        *user(ENGLISH),
+        {"role": "assistant", "content": first.text or "..."},
+        *user("Now say it in one sentence."),
+    ]
     second = ask(session.endpoint, history, max_tokens=most)
-    if not second.text.strip():
+    if not second.everything.strip():
         raise failed("empty_answer", *map(str, history))
     if second.prompt_tokens <= first.prompt_tokens:
         raise failed("history_dropped", first=first.prompt_tokens, second=second.prompt_tokens)
-    return Found("history_counts", {"first": first.prompt_tokens, "second": second.prompt_tokens}, (second.text,))
+    return Found("history_counts", {"first": first.prompt_tokens, "second": second.prompt_tokens}, (second.everything,))
 
 
 def finish_reason(session: Session) -> Found:
@@ -46,8 +50,10 @@ def finish_reason(session: Session) -> Found:
     bound = _BOUND
     answer, longer = (ask(session.endpoint, user(COUNTING), max_tokens=most) for most in (bound, 2 * bound))
     if longer.completion_tokens > bound and answer.finish != "length":
-        raise failed("finish_wrong", answer.text, got=answer.finish, tokens=answer.completion_tokens, wanted=bound)
-    return Found("finish_right", {"reason": answer.finish, "tokens": answer.completion_tokens}, (answer.text,))
+        raise failed(
+            "finish_wrong", answer.everything, got=answer.finish, tokens=answer.completion_tokens, wanted=bound
+        )
+    return Found("finish_right", {"reason": answer.finish, "tokens": answer.completion_tokens}, (answer.everything,))
 
 
 def streaming(session: Session) -> Found:
@@ -56,12 +62,13 @@ def streaming(session: Session) -> Found:
     for prompt in (ENGLISH, CHINESE):
         whole = [ask(session.endpoint, user(prompt), max_tokens=most) for _ in range(2)]
         streamed = ask_streamed(session.endpoint, user(prompt), max_tokens=most)
-        if REPLACEMENT in streamed.text and REPLACEMENT not in whole[0].text:
-            raise failed("stream_broken_characters", streamed.text)
-        if whole[0].text != whole[1].text:
+        if REPLACEMENT in streamed.everything and REPLACEMENT not in whole[0].everything:
+            raise failed("stream_broken_characters", streamed.everything)
+        texts = [(answer.reasoning, answer.text) for answer in (*whole, streamed)]
+        if texts[0] != texts[1]:
             repeatable = False
-        elif streamed.text != whole[0].text:
-            raise failed("stream_differs", whole[0].text, streamed.text)
+        elif texts[2] != texts[0]:
+            raise failed("stream_differs", whole[0].everything, streamed.everything)
         elif streamed.finish != whole[0].finish:
             raise failed("stream_finish_differs", whole=whole[0].finish, streamed=streamed.finish)
         elif streamed.completion_tokens not in (-1, whole[0].completion_tokens):
@@ -73,24 +80,24 @@ def stop(session: Session) -> Found:
     """The answer ends before a string that it is known to hold."""
     most = session.settings.function.max_tokens
     plain = ask(session.endpoint, user(ENGLISH), max_tokens=most)
-    words = [word for word in plain.text.split()[2:] if len(word) >= _LEAST_STOP]
+    words = [word for word in plain.everything.split()[2:] if len(word) >= _LEAST_STOP]
     if not words:
-        raise failed("empty_answer", plain.text)
+        raise failed("empty_answer", plain.everything)
     word = words[len(words) // 2]
     answer = ask(session.endpoint, user(ENGLISH), max_tokens=most, stop=[word])
-    evidence = (f"stop: {word!r}", plain.text, answer.text)
-    if word in answer.text:
+    evidence = (f"stop: {word!r}", plain.everything, answer.everything)
+    if word in answer.everything:
         raise failed("stop_ignored", *evidence, word=word)
     if answer.finish != "stop":
         raise failed("stop_reason", *evidence, got=answer.finish)
-    wanted = plain.text.partition(word)[0]
-    if answer.text.rstrip() != wanted.rstrip() and _repeatable(session, plain.text, most):
+    wanted = plain.everything.partition(word)[0]
+    if answer.everything.rstrip() != wanted.rstrip() and _repeatable(session, plain.everything, most):
         raise failed("stop_text", *evidence)
     return Found("stop_kept", {"word": word}, evidence)
 
 
 def _repeatable(session: Session, text: str, most: int) -> bool:
-    return ask(session.endpoint, user(ENGLISH), max_tokens=most).text == text
+    return ask(session.endpoint, user(ENGLISH), max_tokens=most).everything == text
 
 
 def long_input(session: Session) -> Found:

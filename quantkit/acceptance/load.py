@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.acceptance.endpoint import Endpoint, said
+from quantkit.acceptance.talk import reasoning_of
 
 WORDS = (
     "river",
@@ -165,14 +166,14 @@ class LoadGenerator:
             temperature=0,
             stream=True,
             stream_options={"include_usage": True},
-            extra_body=self._extra,
+            extra_body={**self._extra, **self.endpoint.extra_body},
         )
         finished, events = False, 0
         async for event in stream:
             if event.usage is not None:
                 sample.prompt_tokens, sample.tokens = event.usage.prompt_tokens, event.usage.completion_tokens
             for choice in event.choices:
-                if choice.delta.content:
+                if choice.delta.content or reasoning_of(choice.delta.model_extra or {}):
                     events += 1
                     if events == 1:
                         sample.first = time.perf_counter() - origin

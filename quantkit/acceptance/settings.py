@@ -48,12 +48,14 @@ class Capability(_Strict):
     """Attributes:
     depths: places of the needle in the text, 0 the start.
     lengths: of the text, as shares of the context.
+    answer_tokens: of an answer; a model that reasons needs many.
     min_needles: share of needles that must be found.
     min_tasks: share of the user's tasks that must be solved.
     """
 
     depths: tuple[Share, ...]
     lengths: tuple[Share, ...]
+    answer_tokens: Count
     min_needles: Share
     min_tasks: Share
 
@@ -114,10 +116,13 @@ class Settings(_Strict):
     Attributes:
         seed: of prompts and needles.
         timeout_s: of a single request.
+        extra_body: put into every chat request, as `chat_template_kwargs: {enable_thinking: false}` for a model that
+            reasons before it answers and shall not.
     """
 
     seed: Annotated[int, Field(ge=0)]
     timeout_s: Positive
+    extra_body: dict[str, Any]
     function: Function
     accuracy: Accuracy
     capability: Capability

@@ -144,11 +144,11 @@ def restart(session: Session) -> Found:
         raise failed("no_recovery" if watch.down else "never_down", session.restart_command, wanted=most)
     after = ask(endpoint, user(_PROBE), max_tokens=16)
     measured = {"recovery_s": recovered - begin}
-    if after.text != before.text:
-        stop = failed("restart_differs", before.text, after.text)
+    if after.everything != before.everything:
+        stop = failed("restart_differs", before.everything, after.everything)
         stop.measured = measured
         raise stop
-    return Found("recovered", {"seconds": round(recovered - begin, 1)}, (after.text,), measured)
+    return Found("recovered", {"seconds": round(recovered - begin, 1)}, (after.everything,), measured)
 
 
 class _OutageWatch:
@@ -177,7 +177,10 @@ class _OutageWatch:
 
         try:
             self._endpoint.client.with_options(timeout=_PROBE_TIMEOUT_S).chat.completions.create(
-                model=self._endpoint.model, messages=[{"role": "user", "content": _PROBE}], max_tokens=1
+                model=self._endpoint.model,
+                messages=[{"role": "user", "content": _PROBE}],
+                max_tokens=1,
+                extra_body=self._endpoint.extra_body,
             )
         except openai.APIError:
             return False

@@ -89,7 +89,7 @@ def tool_result(session: Session) -> Found:
         {"role": "tool", "tool_call_id": "call_1", "content": "21 degrees, sunny"},
     ]
     answer = ask(session.endpoint, chat, max_tokens=session.settings.function.max_tokens, tools=[TOOL])
-    if not (answer.text.strip() or answer.tool_calls):
+    if not (answer.everything.strip() or answer.tool_calls):
         raise failed("empty_answer", str(chat))
     return Found("tool_result_taken", {}, (answer.text,))
 

@@ -20,16 +20,29 @@ FINISH_REASONS = frozenset({"stop", "length", "tool_calls", "function_call", "co
 class Answer:
     """Attributes:
     text: content.
+    reasoning: what a model says to itself first, where the server tells it apart.
     finish: reason.
     prompt_tokens, completion_tokens: as the server counted; -1 when a stream did not say.
     tool_calls: (name, arguments as JSON text).
     """
 
     text: str = ""
+    reasoning: str = ""
     finish: str = ""
     prompt_tokens: int = -1
     completion_tokens: int = -1
     tool_calls: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def everything(self) -> str:
+        """Reasoning and content."""
+        return self.reasoning + self.text
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str:
+    """Reasoning in a message or a piece of one, under the names that vLLM and SGLang use."""
+    found = message.get("reasoning_content") or message.get("reasoning") or ""
+    return found if isinstance(found, str) else ""
 
 
 def user(text: str) -> list[Message]:
@@ -45,7 +58,12 @@ def ask(endpoint: Endpoint, messages: Sequence[Message], *, max_tokens: int, **o
     """
     client: Any = endpoint.client
     raw = client.chat.completions.with_raw_response.create(
-        model=endpoint.model, messages=list(messages), temperature=0, max_tokens=max_tokens, **options
+        model=endpoint.model,
+        messages=list(messages),
+        temperature=0,
+        max_tokens=max_tokens,
+        extra_body=endpoint.extra_body,
+        **options,
     )
     body = _json(raw.text)
     try:
@@ -54,6 +72,7 @@ def ask(endpoint: Endpoint, messages: Sequence[Message], *, max_tokens: int, **o
         usage = body["usage"]
         answer = Answer(
             text=message.get("content") or "",
+            reasoning=reasoning_of(message),
             finish=choice["finish_reason"],
             prompt_tokens=int(usage["prompt_tokens"]),
             completion_tokens=int(usage["completion_tokens"]),
@@ -77,6 +96,7 @@ def ask_streamed(endpoint: Endpoint, messages: Sequence[Message], *, max_tokens:
         max_tokens=max_tokens,
         stream=True,
         stream_options={"include_usage": True},
+        extra_body=endpoint.extra_body,
         **options,
     ) as response:
         return parse_stream(response.iter_lines(), max_tokens)
@@ -118,10 +138,11 @@ def _add_event(answer: Answer, event: Any, line: str) -> None:
             answer.prompt_tokens = int(usage["prompt_tokens"])
             answer.completion_tokens = int(usage["completion_tokens"])
         for choice in event["choices"]:
-            content = choice["delta"].get("content") or ""
-            if answer.finish and (content or choice.get("finish_reason")):
+            content, reasoning = choice["delta"].get("content") or "", reasoning_of(choice["delta"])
+            if answer.finish and (content or reasoning or choice.get("finish_reason")):
                 raise failed("stream_after_finish", line)
             answer.text += content
+            answer.reasoning += reasoning
             answer.finish = choice.get("finish_reason") or answer.finish
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise failed("malformed_answer", line, what=repr(error)) from error

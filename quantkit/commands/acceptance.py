@@ -66,7 +66,7 @@ def command(
     settings = load_settings(thresholds)
     check_given(baseline, tasks, pid)
     check_out(out)
-    server = connect(endpoint, model, timeout_s=settings.timeout_s, context=context)
+    server = connect(endpoint, model, timeout_s=settings.timeout_s, context=context, extra_body=settings.extra_body)
     session = Session(server, settings, baseline, tasks, soak, restart_command, pid)
     report = accept(session, only or _DIMENSIONS, lambda check: _show(check, as_json))
     write_report(out, report)

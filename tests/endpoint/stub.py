@@ -39,6 +39,7 @@ class Stub:
         self.down_until = 0.0
         self.url = ""
         self.prompts: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
         self.lock = threading.Lock()
 
 
@@ -134,6 +135,7 @@ class Handler(BaseHTTPRequestHandler):
     def _chat(self, body: dict[str, Any]) -> None:
         faults, text = self.stub.faults, json.dumps(body["messages"], ensure_ascii=False)
         self.stub.prompts.append(text)
+        self.stub.bodies.append(body)
         messages = body["messages"][-1:] if "forgets" in faults else body["messages"]
         tokens = sum(len(str(message.get("content")).split()) + 4 for message in messages)
         if body.get("top_p", 1) > 1 and "takes_anything" not in faults:
@@ -150,7 +152,10 @@ class Handler(BaseHTTPRequestHandler):
         usage = {"prompt_tokens": tokens, "completion_tokens": len(words), "total_tokens": tokens + len(words)}
         if body.get("stream"):
             return self._stream(words, reason, usage)
-        message = {"role": "assistant", "content": " ".join(words)}
+        half = len(words) // 2 if "reasons" in faults else 0
+        message = {"role": "assistant", "content": " ".join(words[half:])}
+        if half:
+            message["reasoning_content"] = " ".join(words[:half]) + " "
         self._sleep(len(words))
         return self._chat_json({"index": 0, "message": message, "finish_reason": reason}, usage)
 
@@ -227,7 +232,12 @@ class Handler(BaseHTTPRequestHandler):
                 word = "other"
             if "cuts_characters" in faults and not word.isascii():
                 word = "\ufffd"
-            self._event({"choices": [{"index": 0, "delta": {"content": word if index == 0 else f" {word}"}}]})
+            name = "content"
+            if "reasons" in faults and index < len(words) // 2:
+                name, word = "reasoning_content", f"{word} "
+            elif index and not ("reasons" in faults and index == len(words) // 2):
+                word = f" {word}"
+            self._event({"choices": [{"index": 0, "delta": {name: word}}]})
         if "no_finish" not in faults:
             self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
         self._event({"choices": [], "usage": usage})

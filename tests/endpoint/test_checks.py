@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from quantkit.acceptance.capability import read_tasks
+from quantkit.acceptance.endpoint import connect
 from quantkit.acceptance.load import Sample, figures
 from quantkit.acceptance.run import CHECKS
+from quantkit.acceptance.session import Session, run_check
+from quantkit.acceptance.settings import Settings
 from quantkit.acceptance.stability import slowing, theil_sen
 from quantkit.errors import InputError
 from tests.endpoint.conftest import Run
@@ -59,6 +62,14 @@ def test_a_fault_is_named(fault: str, name: str, key: str, check: Run) -> None:
     assert found.evidence or found.findings[0].values
 
 
+@pytest.mark.parametrize("name", ["single_turn", "multi_turn", "finish_reason", "streaming", "stop", "short"])
+def test_a_model_that_reasons_first(name: str, check: Run) -> None:
+    """What the server tells apart as reasoning is part of the answer."""
+    assert check(name, "reasons").status == "pass"
+    if name == "streaming":
+        assert check(name, "reasons", "other_text").findings[0].key == "stream_differs"
+
+
 @pytest.mark.parametrize(
     ("fault", "name"), [("no_tools", "tools_named"), ("no_auto_tools", "tools_auto"), ("no_tools", "tools_auto")]
 )
@@ -73,6 +84,16 @@ def test_prompts_of_a_load_are_unique(check: Run, stub: Stub) -> None:
     check("mixed")
     starts = [prompt[:40] for prompt in stub.prompts]
     assert len(starts) == len(set(starts)) == 12 + 1 + 12 + 1
+
+
+def test_every_chat_request_carries_the_extra_body(stub: Stub, quick: Settings) -> None:
+    extra = {"chat_template_kwargs": {"enable_thinking": False}}
+    endpoint = connect(stub.url, "", timeout_s=5, context=None, extra_body=extra)
+    for name in ("single_turn", "streaming", "structured_output", "short", "restart"):
+        spec = next(spec for spec in CHECKS if spec.name == name)
+        run_check(spec, Session(endpoint, quick, restart_command="exit 3"))
+    assert stub.bodies
+    assert all(body["chat_template_kwargs"] == extra["chat_template_kwargs"] for body in stub.bodies)
 
 
 def test_context_of_the_needles_is_used(check: Run, stub: Stub) -> None:
