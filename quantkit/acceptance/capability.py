@@ -46,10 +46,10 @@ def needles(session: Session) -> Found:
 
 
 def haystack(lines: int, depth: float, code: str, seed: int) -> str:
-    """Dull sentences with one that matters, at the share `depth` of the text."""
+    """Dull sentences with one that matters, at the share `depth` of the text; all as long as in short texts."""
     generator = random.Random(seed)
     text = [
-        f"Note {index}: the harbour of {generator.choice(_PLACES)} counted {generator.randrange(2, 99)} boats that day."
+        f"Note {index:06}: the harbour of {generator.choice(_PLACES)} has {generator.randrange(10, 99)} boats today."
         for index in range(1, lines)
     ]
     text.insert(round(depth * len(text)), f"Remember: the access code of the blue lighthouse is {code}.")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.acceptance.capability import read_tasks
+from quantkit.acceptance.capability import haystack, read_tasks
 from quantkit.acceptance.endpoint import connect
 from quantkit.acceptance.load import Sample, figures
 from quantkit.acceptance.run import CHECKS
@@ -103,6 +103,15 @@ def test_context_of_the_needles_is_used(check: Run, stub: Stub) -> None:
     lengths = [int(row.split()[1]) for row in found.evidence]
     assert 3400 < max(lengths) < 4000
     assert 250 < min(lengths) < 500
+
+
+@pytest.mark.parametrize("lines", [12, 9000])
+def test_sentences_of_long_texts_are_no_longer(lines: int) -> None:
+    """A tokenizer that splits numbers into digits must find the length that a short text promised."""
+    text = haystack(lines, 0.5, "12345", 0)
+    digits = sum(character.isdigit() for character in text)
+    assert digits == 8 * (lines - 1) + 5
+    assert text.count("\n") == lines - 1
 
 
 # ---------------------------------------------------------------------------------------------------- your tasks
