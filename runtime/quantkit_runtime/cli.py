@@ -10,6 +10,7 @@ from quantkit.console import LazyGroup, version_option
 
 COMMANDS = {
     "bench": "quantkit_runtime.commands.bench",
+    "commcheck": "quantkit_runtime.commands.commcheck",
     "compare": "quantkit_runtime.commands.compare",
     "doctor": "quantkit_runtime.commands.doctor",
     "generate": "quantkit_runtime.commands.generate",

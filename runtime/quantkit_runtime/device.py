@@ -6,6 +6,7 @@ HIP cards are `torch.cuda` devices of a torch that was built for HIP; `torch.ver
 from __future__ import annotations
 
 import gc
+import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,9 @@ def resolve(choice: str = "auto") -> Device:
 
 
 def _card(family: str) -> Device:
-    device = torch.device("cuda", torch.cuda.current_device())
+    own = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))  # one card for each process of torchrun
+    device = torch.device("cuda", own % torch.cuda.device_count())
+    torch.cuda.set_device(device)
     properties = torch.cuda.get_device_properties(device)
     if family == "hip":
         # "gfx928:sramecc+:xnack-": the features after the colon do not select kernels

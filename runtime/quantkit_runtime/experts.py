@@ -199,7 +199,7 @@ def _routed(module: Any, x_TH: Tensor, expert_Tk: Tensor, weight_Tk: Tensor) -> 
 
 
 def _weighted(result_SH: Tensor, weight_Tk: Tensor) -> Tensor:
-    return (result_SH.view(*weight_Tk.shape, -1) * weight_Tk.unsqueeze(-1)).sum(dim=1)
+    return (result_SH.view(*weight_Tk.shape, result_SH.shape[-1]) * weight_Tk.unsqueeze(-1)).sum(dim=1)
 
 
 def spread(module: nn.Module, placement: Placement, device: torch.device) -> None:
@@ -216,6 +216,12 @@ def spread(module: nn.Module, placement: Placement, device: torch.device) -> Non
             "convert with --ep equal to tp * dp, so that experts stay whole",
         )
     module.placement = placement.to(device)  # type: ignore[assignment]
+
+
+def loads(model: nn.Module) -> dict[str, list[int]]:
+    """Tokens that each expert was given so far, by the module's name."""
+    placed = ((name, getattr(module, "placement", None)) for name, module in model.named_modules())
+    return {name: placement.load.tolist() for name, placement in placed if placement is not None}
 
 
 def _entering(module: Any) -> str:

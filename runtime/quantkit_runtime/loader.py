@@ -62,6 +62,19 @@ def open_model(root: Path, *, verify: bool = True, on_card: bool = False) -> Mod
     return ranks.together(open_own, f"opening {root}")
 
 
+def mesh_of(root: Path) -> Mesh:
+    """The mesh that a converted folder was made for.
+
+    Raises:
+        InputError: the folder has no manifest, or a broken one.
+    """
+    require_folder(root)
+    path = manifest_path(root)
+    if path is None:
+        raise InputError(f"{root} has no manifest", "give the folder that `quantkit convert` wrote")
+    return read_manifest(path).mesh
+
+
 def require_folder(root: Path) -> None:
     """Raise an InputError unless `root` is a folder."""
     if not root.is_dir():

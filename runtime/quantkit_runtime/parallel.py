@@ -144,7 +144,8 @@ class Ranks:
             kinds = {kind for kind, _ in failures.values()}
             kind = kinds.pop() if len(kinds) == 1 else InputError  # a common class keeps its meaning and exit code
             items = [f"rank {rank}: {text}" for rank, (_, text) in failures.items()]
-            raise kind(f"{what} failed on {len(failures)} of {self.world.size} ranks", items=items)
+            message = f"{what} failed on {len(failures)} of {self.world.size} ranks"
+            raise kind(message, items=items) if self.rank == 0 else kind(message, "rank 0 says why")
         return done[0]
 
 
@@ -168,15 +169,14 @@ def team_ranks(mesh: Mesh, name: str) -> list[tuple[int, ...]]:
     return [tuple(ranks) for ranks in found.values()]
 
 
+def is_first() -> bool:
+    """Whether this process speaks for all of them."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def world_size() -> int:
     """Processes that `torchrun` started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def use_own_card() -> None:
-    """Make the card of this process on its node torch's current one."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def join(mesh: Mesh, what: str, *, on_card: bool = False) -> Ranks:

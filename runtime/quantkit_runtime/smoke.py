@@ -1,4 +1,4 @@
-"""The smoke test: load one rank, run a forward, generate, account for every GEMM and every byte."""
+"""The smoke test: load, run a forward, generate, account for every GEMM and every byte, on every rank of a mesh."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from quantkit.errors import VerificationError
 from quantkit_runtime import device as devices
 from quantkit_runtime.account import GemmRow, Verdict
 from quantkit_runtime.engine import Engine, Generated
+from quantkit_runtime.experts import loads
 from quantkit_runtime.graft import LoadedModel, load_model
 from quantkit_runtime.kv_cache import KvFormat
 from quantkit_runtime.layers import Int8Experts
@@ -108,7 +109,7 @@ def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, o
         runner = make_runner(loaded, fmt, 1 + fmt.blocks(positions))
         engine = Engine(runner, stop=stop_tokens(options.root))
         (generated,) = engine.generate([prompt], options.max_new_tokens)
-    self_test(loaded)
+    loaded.files.ranks.together(lambda: self_test(loaded), "the self-test")
     return Result(
         loaded=loaded,
         logits_shape=tuple(logits.shape),
@@ -158,32 +159,43 @@ def _compare(module: Int8Experts, x: Tensor, expert: int, name: str) -> None:
         )
 
 
-def require(result: Result) -> None:
-    """Raise what is wrong with a result.
+def reports(result: Result) -> list[dict[str, Any]]:
+    """What every rank has to report, by rank; every rank must call it."""
+    return result.loaded.files.ranks.world.objects(as_json(result))
+
+
+def require(found: list[dict[str, Any]]) -> None:
+    """Raise what is wrong with the reports of all ranks.
 
     Raises:
         VerificationError: a GEMM that the files hold in INT8 ran otherwise or never, or logits are not finite.
     """
-    verdict = result.verdict
-    if not verdict.passed:
-        items = [f"{name}: ran in floating point" for name in verdict.fallbacks]
-        items += [f"{name}: never ran in INT8" for name in verdict.missing]
+    items, expected = [], sum(report["int8"]["expected"] for report in found)
+    for rank, report in enumerate(found):
+        where = f"rank {rank}, " if len(found) > 1 else ""
+        items += [f"{where}{name}: ran in floating point" for name in report["int8"]["fallbacks"]]
+        items += [f"{where}{name}: never ran in INT8" for name in report["int8"]["missing"]]
+    if items:
         raise VerificationError(
-            f"{len(items)} of {verdict.expected} GEMMs that the files hold in INT8 did not run in INT8",
+            f"{len(items)} of {expected} GEMMs that the files hold in INT8 did not run in INT8",
             "the runtime or a patched model bypasses INT8 layers; run again without patches and report it",
             items=items,
         )
-    if not result.logits_finite:
+    if not all(report["forward"]["finite"] for report in found):
         raise VerificationError("the logits of the prompt are not finite", "compare with --dtype float32")
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """The machine-readable report."""
-    loaded, plan = result.loaded, result.loaded.memory
+    """The machine-readable report of this rank."""
+    loaded, plan, ranks = result.loaded, result.loaded.memory, result.loaded.files.ranks
+    layers = {row.key.layer for row in loaded.planned if row.key.layer is not None}
     return {
         "passed": result.passed,
         "form": loaded.files.form,
         "architecture": loaded.files.arch.name,
+        "mesh": {name: getattr(ranks.mesh, name) for name in ("tp", "pp", "ep", "dp")},
+        "rank": {"rank": ranks.rank, **ranks.at._asdict(), "layers": sorted(layers), "experts": loaded.files.experts},
+        "expert_load": loads(loaded.model),
         "device": {
             "name": loaded.device.name,
             "arch": loaded.device.arch,

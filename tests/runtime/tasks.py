@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from click.testing import CliRunner
 
 from quantkit.convert.run import convert
+from quantkit.errors import QuantkitError
 from quantkit.recipe import load_recipe
 from quantkit.spec.mesh import Mesh
+from quantkit_runtime import cli, comm
 from quantkit_runtime import device as devices
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.graft import load_model
@@ -24,9 +27,9 @@ def prompt(tokens: int = TOKENS, seed: int = 7, vocab: int = VOCAB) -> torch.Ten
     return torch.randint(3, vocab, (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def prepare(family: str, folder: Path, meshes: dict[str, Mesh], recipe: str = "w8a8") -> dict[str, str]:
+def prepare(family: str, folder: Path, meshes: dict[str, Mesh], recipe: str = "w8a8", **sizes: Any) -> dict[str, str]:
     """Convert a family's tiny model for every mesh; what was refused, and why."""
-    source = make_tiny(family, folder / "source")
+    source = make_tiny(family, folder / "source", **sizes)
     refused = {}
     for name, mesh in meshes.items():
         try:
@@ -36,17 +39,19 @@ def prepare(family: str, folder: Path, meshes: dict[str, Mesh], recipe: str = "w
     return refused
 
 
-def run_model(folder: Path, ids: torch.Tensor, new_tokens: int = NEW_TOKENS, **options: Any) -> dict[str, Any]:
-    """Load this process's part, run a forward and a greedy generation."""
+def run_model(folder: Path, *prompts: torch.Tensor, new_tokens: int = NEW_TOKENS, **options: Any) -> dict[str, Any]:
+    """Load this process's part, run a forward and a greedy generation on the prompt of its replica."""
     loaded = load_model(
         folder, devices.resolve("cpu"), torch.float32, cache_tokens=TOKENS + NEW_TOKENS, prompt_tokens=TOKENS, **options
     )
+    ids = prompts[loaded.files.ranks.at.dp % len(prompts)]
     with torch.no_grad(), loaded.trace():
         logits = loaded.model(input_ids=ids).logits
         fmt = KvFormat(torch.float32, torch.float32)
         engine = Engine(make_runner(loaded, fmt, 1 + fmt.blocks(ids.shape[1] + new_tokens)))
         (generated,) = engine.generate(ids.tolist(), new_tokens)
     verdict = loaded.account.verdict()
+    placements = [module.placement for module in loaded.model.modules() if hasattr(module, "placement")]
     return {
         "logits": logits.numpy(),
         "tokens": generated.tokens,
@@ -55,6 +60,44 @@ def run_model(folder: Path, ids: torch.Tensor, new_tokens: int = NEW_TOKENS, **o
         "fallbacks": verdict.fallbacks,
         "missing": verdict.missing,
         "files": loaded.checked.files,
-        "weights": sum(loaded.memory.weights.values()),
         "layers": sorted({row.key.layer for row in loaded.planned if row.key.layer is not None}),
+        "dispatch": [placement.dispatch for placement in placements],
+        "load": [placement.load.tolist() for placement in placements],
     }
+
+
+def load_poisoned(folder: Path) -> list[str]:
+    """Names of what has no value after loading where fresh memory holds NaN and 255 instead of zeros."""
+    torch.use_deterministic_algorithms(True)  # fills memory that `torch.empty` returns
+    try:
+        state = load_model(folder, devices.resolve("cpu"), torch.float32).model.state_dict()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return [name for name, value in state.items() if value.is_meta or not bool(torch.isfinite(value.float()).all())]
+
+
+def failure(folder: Path) -> tuple[str, str]:
+    """Class and text of the error that loading ends with."""
+    try:
+        load_model(folder, devices.resolve("cpu"), torch.float32)
+    except QuantkitError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def command_line(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `quantkit-runtime` in this process."""
+    result = CliRunner().invoke(cli.main, list(arguments))
+    return result.exit_code, result.stdout, result.stderr
+
+
+def commcheck_with_a_fault() -> tuple[int, list[str]]:
+    """Exit code and offenders of a check where the first rank's all-reduce is off by one."""
+    right, real = comm.COLLECTIVES["all-reduce"], comm.COLLECTIVES.copy()
+    comm.COLLECTIVES["all-reduce"] = (lambda team, x: right[0](team, x) + (team.index == 0), *right[1:])
+    try:
+        options = ["commcheck", "--tp", "2", "--mib", "1", "--repeats", "1", "--device", "cpu"]
+        code, _, stderr = command_line(*options)
+    finally:
+        comm.COLLECTIVES.update(real)
+    return code, [line.removeprefix("  - ") for line in stderr.splitlines() if line.startswith("  - ")]

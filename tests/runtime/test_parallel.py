@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from quantkit.convert.run import convert
+from quantkit.recipe import load_recipe
 from quantkit.spec.mesh import Mesh
+from quantkit_runtime.comm import COLLECTIVES
 from tests.families import FAMILY_NAMES
-from tests.runtime import tasks
+from tests.runtime import outputs, tasks
 from tests.runtime.world import World
 
 MESHES = {"tp2": Mesh(tp=2), "pp2": Mesh(pp=2), "ep2": Mesh(tp=2, ep=2), "tp2-pp2": Mesh(tp=2, pp=2)}
@@ -63,3 +69,192 @@ def test_every_family_on_every_mesh(families: Prepared, world: World, family: st
         stages = [rank["layers"] for rank in found[:: len(found) - 1]]
         assert stages == [[0, 1], [2]]
         assert not found[0]["files"] & found[-1]["files"]
+
+
+# ------------------------------------------------------------------------------------------ the ways of one family
+
+
+def converted(world: World, folder: Path, family: str, mesh: Mesh, recipe: str = "w8a8", **sizes: Any) -> Path:
+    """Shards of a family's tiny model for one process (`one`) and a mesh (`many`)."""
+    meshes = {"one": Mesh(), "many": mesh}
+    (refused,) = world.spread(partial(tasks.prepare, **sizes), [(family, folder, meshes, recipe)])
+    assert not refused
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama", "minimax_m2", "minimax_m3", "deepseek_v3"])
+def test_kv_heads_are_replicated_where_ranks_outnumber_them(world: World, tmp_path: Path, family: str) -> None:
+    """Four ranks, two kv heads (and two indexer heads): norms over all heads must not count a head twice."""
+    folder = converted(world, tmp_path, family, Mesh(tp=4))
+    (alone,) = world.spread(tasks.run_model, [(folder / "one", tasks.prompt())])
+    require_equal(world.mesh(tasks.run_model, 4, folder / "many", tasks.prompt()), alone)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes"), [("bf16", {}), ("w8a8-group128", {"intermediate_size": 256})], ids=["float", "groups"]
+)
+def test_other_schemes_are_split_too(world: World, tmp_path: Path, recipe: str, sizes: dict[str, int]) -> None:
+    """Unquantized row-parallel layers, and groups of activations, which lie within a rank."""
+    folder = converted(world, tmp_path, "llama", Mesh(tp=2), recipe, **sizes)
+    (alone,) = world.spread(tasks.run_model, [(folder / "one", tasks.prompt())])
+    found = world.mesh(tasks.run_model, 2, folder / "many", tasks.prompt())
+    assert bool(alone["expected"]) == (recipe != "bf16")
+    for rank in found:
+        assert np.linalg.norm(rank["logits"] - alone["logits"]) / np.linalg.norm(alone["logits"]) < 1e-5
+        assert rank["tokens"] == alone["tokens"]
+        assert rank["expected"] == alone["expected"]
+        assert not rank["fallbacks"]
+
+
+EXPERTS = {
+    "ep": Mesh(tp=2, ep=2),
+    "ep over replicas": Mesh(dp=2, ep=2),
+    "ep over both": Mesh(tp=2, dp=2, ep=4),
+    "copies": Mesh(tp=2, ep=2, ep_policy="map", expert_map=((0, 1, 2, 4), (3, 4, 1))),
+}
+
+
+@pytest.mark.parametrize("dispatch", [False, True], ids=["added", "dispatched"])
+@pytest.mark.parametrize("mesh", EXPERTS)
+def test_experts_by_sums_and_by_all_to_all(world: World, tmp_path: Path, mesh: str, dispatch: bool) -> None:
+    """Replicas have prompts of different lengths; experts that two ranks hold are computed once."""
+    folder = converted(world, tmp_path, "qwen3_moe", EXPERTS[mesh])
+    prompts = [tasks.prompt(9, seed=1), tasks.prompt(13, seed=2)]
+    alone = world.spread(tasks.run_model, [(folder / "one", ids) for ids in prompts])
+    run = partial(tasks.run_model, dispatch=dispatch)
+    found = world.mesh(run, EXPERTS[mesh].world, folder / "many", *prompts)
+    for rank, result in enumerate(found):
+        want = alone[EXPERTS[mesh].coordinates(rank).dp]
+        assert result["dispatch"] == [dispatch] * 2
+        assert result["load"] == want["load"]  # each replica counts its own tokens
+        difference = np.linalg.norm(result["logits"] - want["logits"]) / np.linalg.norm(want["logits"])
+        assert difference < 1e-5
+        assert result["tokens"] == want["tokens"]
+        assert not result["fallbacks"]
+    assert frozenset().union(*(result["expected"] for result in found)) == alone[0]["expected"]
+
+
+def test_loads_count_every_choice_of_the_router(families: Prepared) -> None:
+    load = families["mixtral"][2]["load"]
+    tokens = tasks.TOKENS + tasks.TOKENS + tasks.NEW_TOKENS - 1  # a forward, a prefill, and steps but for the last
+    assert [sum(layer) for layer in load] == [2 * tokens] * 3  # top-2
+
+
+# ------------------------------------------------------------------------------------------------ what can go wrong
+
+
+def test_nothing_stays_unset_on_any_rank(families: Prepared, world: World) -> None:
+    for family in ("gpt_oss", "deepseek_v3", "minimax_m2"):
+        assert world.mesh(tasks.load_poisoned, 4, families[family][0] / "tp2-pp2") == [[]] * 4
+
+
+def test_a_rank_that_fails_is_named_on_all(families: Prepared, world: World, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(families["llama"][0] / "tp2", tmp_path / "out"))
+    mine = next(folder.glob("*tp1*.safetensors"))
+    data = bytearray(mine.read_bytes())
+    data[-9] ^= 1
+    mine.write_bytes(data)
+    found = world.mesh(tasks.failure, 2, folder)
+    assert [kind for kind, _ in found] == ["BrokenShard"] * 2
+    assert "loading" in found[1][1]
+    assert "failed on 1 of 2 ranks" in found[1][1]
+    assert "rank 1:" in found[0][1]
+    assert "checksum of tensor" in found[0][1]
+    assert mine.name in found[0][1]
+
+
+def test_another_number_of_processes_is_refused(families: Prepared, world: World) -> None:
+    for folder, processes in (("tp2", 1), ("tp2-pp2", 2), ("one", 2)):
+        for kind, text in world.mesh(tasks.failure, processes, families["llama"][0] / folder):
+            assert kind == "UsageError"
+            assert f"{processes} process(es) run" in text
+            assert "torchrun --nproc-per-node" in text
+
+
+# ------------------------------------------------------------------------------------------------------- commands
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards for tp 2 x pp 2 of a small real model, with its tokenizer."""
+    out = tmp_path_factory.mktemp("speaking") / "out"
+    mesh = Mesh(tp=2, pp=2, ep=2)
+    convert(outputs.MODELS / "tiny-minimax-m2", out, load_recipe("w8a8"), form="sharded", mesh=mesh, jobs=1)
+    return out
+
+
+def test_smoke_load_reports_every_rank(speaking: Path, world: World, converted: Callable[..., Path]) -> None:
+    options = ("--device", "cpu", "--prompt", "The king said", "--max-new-tokens", "8", "--json")
+    wide = [{"COLUMNS": 160}] * 4
+    found = world.mesh(tasks.command_line, 4, "smoke-load", str(speaking), *options, environments=wide)
+    assert [code for code, _, _ in found] == [0] * 4
+    assert [stdout + stderr for _, stdout, stderr in found[1:]] == [""] * 3
+    report = json.loads(found[0][1])
+    ((code, stdout, _),) = world.mesh(
+        tasks.command_line, 1, "smoke-load", str(converted("tiny-minimax-m2", "sharded")), *options
+    )
+    alone = json.loads(stdout)
+    assert code == 0
+    assert report["generated"] == alone["generated"]
+    assert report["mesh"] == {"tp": 2, "pp": 2, "ep": 2, "dp": 1}
+    assert [rank["rank"]["rank"] for rank in report["ranks"]] == [0, 1, 2, 3]
+    assert [rank["rank"]["layers"] for rank in report["ranks"]] == [[0, 1, 2]] * 2 + [[3, 4, 5]] * 2
+    assert sorted({e for rank in report["ranks"][:2] for e in rank["rank"]["experts"]}) == list(range(16))
+    for rank in report["ranks"]:
+        assert rank["int8"]["run"] == rank["int8"]["expected"] > 0
+        assert rank["checksums"]["bytes"] < alone["checksums"]["bytes"] / 3
+    table = found[0][2]
+    assert "Ranks" in table
+    assert "pp1 dp0 tp1 ep1" in table
+
+
+def test_smoke_load_fails_on_all_when_one_rank_has_a_broken_file(speaking: Path, world: World, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(speaking, tmp_path / "out"))
+    next(out.glob("*stage1-tp0*.safetensors")).unlink()
+    found = world.mesh(tasks.command_line, 4, "smoke-load", str(out), "--device", "cpu")
+    assert [code for code, _, _ in found] == [3] * 4
+    assert "failed on 1 of 4 ranks" in found[0][2]
+    assert "rank 2:" in found[0][2]
+    assert "No such file" in found[0][2]
+
+
+def test_commcheck(world: World) -> None:
+    options = ("--tp", "2", "--dp", "2", "--ep", "4", "--mib", "1", "--repeats", "2", "--device", "cpu", "--json")
+    nodes = [{"GROUP_RANK": rank // 2} for rank in range(4)]
+    found = world.mesh(tasks.command_line, 4, "commcheck", *options, environments=nodes)
+    assert [code for code, _, _ in found] == [0] * 4
+    report = json.loads(found[0][1])
+    assert report["passed"]
+    assert not report["warnings"]
+    assert [row["teams"] for row in report["collectives"][::4]] == ["tp", "dp", "stage, ep, world"]
+    assert [row["size"] for row in report["collectives"][::4]] == [2, 2, 4]
+    assert [row["collective"] for row in report["collectives"][:4]] == list(COLLECTIVES)
+    assert all(row["bandwidth"] > 0 and row["latency"] > 0 for row in report["collectives"])
+
+
+def test_commcheck_of_shards_warns_when_tp_leaves_a_node(world: World, speaking: Path) -> None:
+    nodes = [{"GROUP_RANK": rank % 2} for rank in range(4)]
+    options = ("commcheck", str(speaking), "--mib", "1", "--repeats", "1", "--device", "cpu")
+    found = world.mesh(tasks.command_line, 4, *options, environments=nodes)
+    assert [code for code, _, _ in found] == [0] * 4
+    assert "warning: the tp team of ranks 0 to 1 lies on 2 nodes (0, 1)" in found[0][1]
+    assert "send/recv" in found[0][1]
+
+
+def test_commcheck_finds_a_wrong_result(world: World) -> None:
+    found = world.mesh(tasks.commcheck_with_a_fault, 2)
+    assert found == [(4, ["all-reduce over tp, stage, moe_tp, world"])] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "a mesh of one rank has no collectives"),
+        (("--tp", "2"), "1 process(es) run"),
+        (("--tp", "2", "--ep", "3"), "ep=3 does not divide"),
+    ],
+)
+def test_commcheck_refuses(world: World, options: tuple[str, ...], message: str) -> None:
+    ((code, _, stderr),) = world.mesh(tasks.command_line, 1, "commcheck", "--device", "cpu", *options)
+    assert code == 2
+    assert message in stderr

@@ -8,19 +8,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOADED = [
-    "torch",
-    "torch.distributed",
-    "transformers",
-    "accelerate",
-    "quantkit_runtime.smoke",
-    "tests.runtime.tasks",
-]
+PRELOADED = ["tests.runtime.tasks", "tests.runtime.preload"]
 TIMEOUT = 120.0
 """Seconds after which a task counts as hung: a rank waits for one that does not come."""
 
@@ -31,59 +25,71 @@ class World:
     """`size` processes; `run` gives some of them one task each."""
 
     def __init__(self, size: int) -> None:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        self._connections: list[Connection] = []
-        self._processes = []
-        for _ in range(size):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            self._connections.append(mine)
-            self._processes.append(process)
+        # the server knows only its environment, and what it cannot import it leaves out without a word
+        os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(sys.path))
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
+        self._members = [self._spawn() for _ in range(size)]
+
+    def _spawn(self) -> tuple[Connection, Any]:
+        mine, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        return mine, process
 
     def close(self) -> None:
-        for process in self._processes:
+        for _, process in self._members:
             process.terminate()
             process.join()
 
-    def mesh(self, task: Task, size: int, *args: Any, first: int = 0, environment: Any = ()) -> list[Any]:
+    def mesh(self, task: Task, size: int, *args: Any, first: int = 0, environments: Any = None) -> list[Any]:
         """`task(*args)` on `size` processes that meet as one world; their results by rank."""
-        self.start(task, size, *args, first=first, environment=environment)
+        self.start(task, size, *args, first=first, environments=environments)
         return self.results(range(first, first + size))
 
-    def start(self, task: Task, size: int, *args: Any, first: int = 0, environment: Any = ()) -> None:
+    def start(self, task: Task, size: int, *args: Any, first: int = 0, environments: Any = None) -> None:
         port = _free_port()
         for rank in range(size):
-            torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-            values = {**torchrun, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **dict(environment)}
-            self._connections[first + rank].send((task, args, {name: str(value) for name, value in values.items()}))
+            torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
+            values = {
+                **torchrun,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                **(environments or [{}] * size)[rank],
+            }
+            self._members[first + rank][0].send((task, args, {name: str(value) for name, value in values.items()}))
 
     def results(self, members: Sequence[int]) -> list[Any]:
-        found = []
-        for member in members:
-            if not self._connections[member].poll(TIMEOUT):
-                self.close()
-                raise TimeoutError(f"process {member} did not answer")
-            found.append(self._connections[member].recv())
-        for ok, value in found:
-            if not ok:
-                raise RuntimeError(value)
-        return [value for _, value in found]
+        """What each of them returned. A failure of one ends all, because the others may wait for it."""
+        found: dict[int, Any] = {}
+        failure = ""
+        while len(found) < len(members) and not failure:
+            waiting = {self._members[member][0]: member for member in members if member not in found}
+            ready = wait(list(waiting), TIMEOUT)
+            failure = "" if ready else f"processes {sorted(waiting.values())} did not answer"
+            for connection in ready:
+                ok, value = connection.recv()  # type: ignore[union-attr]
+                found[waiting[connection]] = value  # type: ignore[index]
+                failure = failure if ok else value
+        if failure:
+            for member in members:
+                self._members[member][1].kill()
+                self._members[member] = self._spawn()
+            raise RuntimeError(failure)
+        return [found[member] for member in members]
 
     def spread(self, task: Task, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """`task(*arguments[i])` for every i, on whichever process is free."""
         results: dict[int, Any] = {}
         waiting, running = list(enumerate(arguments)), {}
         while waiting or running:
-            for member in range(len(self._connections)):
+            for member in range(len(self._members)):
                 if member not in running and waiting:
                     number, values = waiting.pop(0)
                     self.start(task, 1, *values, first=member)
                     running[member] = number
-            ready = multiprocessing.connection.wait([self._connections[member] for member in running], TIMEOUT)
-            for member in [member for member in running if self._connections[member] in ready]:
+            ready = wait([self._members[member][0] for member in running], TIMEOUT)
+            for member in [member for member in running if self._members[member][0] in ready]:
                 results[running.pop(member)] = self.results([member])[0]
         return [results[number] for number in range(len(arguments))]
 

@@ -1,9 +1,9 @@
-"""`quantkit-runtime smoke-load`: load one rank, run it, report memory, checksums and every GEMM."""
+"""`quantkit-runtime smoke-load`: load, run, report memory, checksums and every GEMM, of every rank."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -32,19 +32,28 @@ def command(
     """Load a converted FOLDER (either form) into transformers' model, run a forward and a greedy generation, and
     count every GEMM by kernel and dtype. Exits with 4 when a GEMM that is stored in INT8 did not run in INT8.
 
+    Shards of a mesh want one process for each rank; the first one prints what all of them report.
+
     \b
     Example:
       quantkit-runtime smoke-load OUT --prompt "Once upon a time" --max-new-tokens 40
+      torchrun --nproc-per-node 4 -m quantkit_runtime.cli smoke-load SHARDS
     """
     from quantkit_runtime import smoke
+    from quantkit_runtime.parallel import is_first, leave
 
     out = console(as_json)
+    out.quiet = not is_first()
     options = smoke.Options(folder, device, dtype, prompt, max_new_tokens, verify=not no_verify)
     result = smoke.run(options, lambda plan: _print_plan(out, plan), lambda loaded: _print_loaded(out, loaded))
-    if as_json:
-        print_json(smoke.as_json(result))
+    reports = smoke.reports(result)
+    leave()
+    if as_json and is_first():
+        passed = all(report["passed"] for report in reports)
+        print_json({**reports[0], "passed": passed, "ranks": reports if len(reports) > 1 else []})
     _print_result(out, result)
-    smoke.require(result)
+    _print_ranks(out, reports)
+    smoke.require(reports)
     out.print("passed: everything that the files hold in INT8 ran in INT8" if result.verdict.expected else "passed")
 
 
@@ -64,6 +73,34 @@ def _print_loaded(out: Console, loaded: LoadedModel) -> None:
         out.print("checksums: none checked (no manifest, or --no-verify)")
     if loaded.unused:
         out.print(f"not built by transformers' model, left unread: {len(loaded.unused)} tensors")
+
+
+def _print_ranks(out: Console, reports: list[dict[str, Any]]) -> None:
+    """One row for each rank, with what can differ between them."""
+    busiest = [
+        max((max(load) * len(load) / max(sum(load), 1) for load in report["expert_load"].values()), default=0.0)
+        for report in reports
+    ]
+    rows = [
+        [
+            str(report["rank"]["rank"]),
+            " ".join(f"{name}{report['rank'][name]}" for name in ("pp", "dp", "tp", "ep")),
+            str(len(report["rank"]["layers"])),
+            str(len(report["rank"]["experts"])),
+            f"{load:.1f} x mean" if load else "-",
+            human_size(sum(size for name, size in report["memory"]["planned"].items() if name.startswith("weights"))),
+            human_size(report["memory"]["peak"] or report["memory"]["used_after"]),
+            human_size(report["checksums"]["bytes"]),
+            f"{report['int8']['run']} / {report['int8']['expected']}",
+            str(len(report["int8"]["fallbacks"])),
+        ]
+        for report, load in zip(reports, busiest, strict=True)
+    ]
+    columns = ["rank", "place", "layers", "experts", "busiest", "weights", "held", "checked", "INT8 run", "fallbacks"]
+    if len(reports) > 1:
+        print_table(out, "Ranks", columns, rows)
+    elif busiest[0]:
+        out.print(f"busiest expert of a layer: {busiest[0]:.1f} x the mean")
 
 
 def _print_result(out: Console, result: Result) -> None:
