@@ -210,6 +210,7 @@ class Recipe(_Strict):
             except ValidationError as error:
                 problems = [f"{'.'.join(map(str, item['loc'])) or 'entry'}: {item['msg']}" for item in error.errors()]
                 raise ValueError(f"method {name}: {'; '.join(problems)}") from error
+        _check_order([options.name for options in found])
         return tuple(found)
 
     @property
@@ -259,6 +260,17 @@ class Recipe(_Strict):
 def unused_rule(pattern: str) -> str:
     """The sentence on a rule that matches nothing."""
     return f"recipe rule {pattern!r} matches no tensor and no role of this model; {RULE_FORMS}"
+
+
+def _check_order(names: list[str]) -> None:
+    """Methods that round come last, one of them at most, and no method comes twice."""
+    from quantkit.calibrate.methods import method
+
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(twice)} stands there twice")
+    if any(method(name).rounds for name in names[:-1]):
+        raise ValueError("a method that rounds weights comes last, and there is one at most")
 
 
 def keep_rule(pattern: str) -> Rule:

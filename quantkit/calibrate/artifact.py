@@ -15,12 +15,23 @@ from torch import Tensor
 from quantkit import __version__
 from quantkit.calibrate import kv
 from quantkit.calibrate.data import Samples
+from quantkit.calibrate.methods import learning
+from quantkit.calibrate.methods.base import FALLBACK
 from quantkit.calibrate.passes import record_path
-from quantkit.calibrate.state import INPUT_PREFIX, LAYER_NAME, SCALE_PREFIX, GemmRecord, LayerRecord, load_layer
+from quantkit.calibrate.search import rows_found
+from quantkit.calibrate.state import (
+    INPUT_PREFIX,
+    LAYER_NAME,
+    SCALE_PREFIX,
+    GemmRecord,
+    LayerRecord,
+    join_records,
+    load_layer,
+)
 from quantkit.calibrate.statistics import InputStats, clipping_shares
 from quantkit.calibrate.trials import YARDSTICK, checked, decisions_in, held_out_in
 from quantkit.checkpoint.reader import Source
-from quantkit.checkpoint.writer import order_for_alignment, write_atomic, write_tensors
+from quantkit.checkpoint.writer import write_atomic
 from quantkit.errors import InputError
 from quantkit.recipe import Calibration, Recipe
 from quantkit.spec.calibration import (
@@ -31,10 +42,12 @@ from quantkit.spec.calibration import (
     CalibrationSummary,
     ClippingRow,
     GemmSummary,
+    codes_name,
     file_sha256,
 )
 from quantkit.spec.decisions import Decisions, HeldOut
-from quantkit.spec.tensorfile import Header, TensorInfo, read_header, read_tensor
+from quantkit.spec.tensorfile import Header, read_header
+from quantkit.spec.transform import VECTORS_NAME
 
 HIGH_ERROR = 0.05
 """Relative error of a GEMM input under per-token INT8 from which the report warns."""
@@ -48,10 +61,10 @@ def write_artifact(out: Path, work: Path, source: Source, recipe: Recipe, sample
     paths = [record_path(work, LAYER_NAME, layer) for layer in range(source.dims.layers)]
     headers = [read_header(path) for path in paths]
     _check_starving(headers, recipe.calibration)
-    _join(out / SCALES_NAME, headers, SCALE_PREFIX, ".weight_scale")
-    _join(out / ACTIVATIONS_NAME, headers, INPUT_PREFIX, "")
-    files = {name: file_sha256(out / name) for name in (SCALES_NAME, ACTIVATIONS_NAME)}
-    summary = _with_trials(_summarize(paths, source, recipe, samples, files), work)
+    join_records(out / SCALES_NAME, paths, SCALE_PREFIX, ".weight_scale")
+    join_records(out / ACTIVATIONS_NAME, paths, INPUT_PREFIX)
+    files = {name: file_sha256(out / name) for name in (SCALES_NAME, ACTIVATIONS_NAME, *_learned(out))}
+    summary = _with_methods(_with_trials(_summarize(paths, source, recipe, samples, files), work), recipe, work)
     from quantkit.report.calibration import render
 
     write_atomic(out / REPORT_NAME, [render(summary).encode()])
@@ -73,6 +86,29 @@ def _check_starving(headers: Iterable[Header], options: Calibration) -> None:
             "calibration.starving_experts (warn, all_tokens)",
             items=[f"{gemm['name']}: {gemm['rows']} tokens" for gemm in starving],
         )
+
+
+def _learned(out: Path) -> list[str]:
+    """Files that methods which learn from text have left."""
+    names = [VECTORS_NAME] if (out / VECTORS_NAME).is_file() else []
+    return [*names, *sorted(path.name for path in out.glob(codes_name("*")))]
+
+
+def _with_methods(summary: CalibrationSummary, recipe: Recipe, work: Path) -> CalibrationSummary:
+    """The summary with what methods that learn from text did."""
+    layers = sorted({gemm.layer for gemm in summary.gemms if gemm.layer is not None})
+    rows = [
+        row
+        for name in learning(recipe.methods)
+        for layer in layers
+        for row in rows_found(record_path(work, name, layer))
+    ]
+    unsound = [row for row in rows if row.note.startswith(FALLBACK)]
+    warnings = summary.warnings
+    if unsound:
+        named = ", ".join(row.name for row in unsound[:8]) + (", ..." if len(unsound) > 8 else "")
+        warnings = (*warnings, f"{len(unsound)} GEMMs are rounded to nearest ({unsound[0].note}): {named}")
+    return summary.model_copy(update={"methods": tuple(rows), "warnings": warnings})
 
 
 def _with_trials(summary: CalibrationSummary, work: Path) -> CalibrationSummary:
@@ -105,23 +141,6 @@ def _trial_warnings(decided: Decisions | None, held_out: HeldOut | None) -> Iter
                 f"{stream}: in {len(low)} of {len(by_layer)} layers with experts fewer than {LOW_AGREEMENT:.1%} of the "
                 f"source's choices of experts are made; worst: layer {worst} with {low[worst]:.2%}{beside}"
             )
-
-
-def _join(target: Path, headers: Iterable[Header], prefix: str, suffix: str) -> None:
-    """Copy all tensors whose names start with `prefix` from the layers' files into one, under their final names."""
-    found: dict[str, tuple[Path, TensorInfo]] = {}
-    for header in headers:
-        for name, info in header.tensors.items():
-            if name.startswith(prefix):
-                found[name.removeprefix(prefix) + suffix] = (header.path, info)
-    rows = [(name, info.dtype, info.shape) for name, (_, info) in found.items()]
-
-    def produce(name: str) -> Iterator[Tensor]:
-        path, info = found[name]
-        with path.open("rb") as file:
-            yield read_tensor(file.fileno(), info, path=path)
-
-    write_tensors(target, [rows[index] for index in order_for_alignment(rows)], produce)
 
 
 @dataclass

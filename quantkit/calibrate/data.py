@@ -106,6 +106,12 @@ class Samples:
     def tokens(self) -> int:
         return sum(len(sample.ids) for sample in self.samples)
 
+    def thinned(self, tokens: int) -> Samples:
+        """Evenly chosen samples that hold about so many tokens, of every kind its share."""
+        count = min(len(self.samples), max(1, -(-len(self.samples) * tokens // max(1, self.tokens))))
+        chosen = np.linspace(0, len(self.samples) - 1, count).round().astype(int)
+        return Samples(tuple(self.samples[index] for index in chosen), self.warnings)
+
     def batches(self, batch_tokens: int) -> list[Batch]:
         """Batches of equal length and kind, at most `batch_tokens` tokens each (or one sample)."""
         groups: dict[tuple[str, int], list[int]] = defaultdict(list)

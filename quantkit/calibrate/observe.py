@@ -26,6 +26,7 @@ from quantkit.archs.modeling import parameter_key
 from quantkit.calibrate.data import Batch
 from quantkit.calibrate.experts import OBSERVER, Routing, activated, is_fused_experts, projection_weight
 from quantkit.calibrate.measure import BatchMeasurement, Layer
+from quantkit.calibrate.rows import BatchRows
 from quantkit.calibrate.statistics import InputStats, channel_absmax, token_stats
 from quantkit.calibrate.weights import gemm_keys
 from quantkit.errors import QuantkitError
@@ -34,7 +35,7 @@ from quantkit.errors import QuantkitError
 class _Current(threading.local):
     """The batch that this thread runs."""
 
-    batch: BatchMeasurement
+    batch: BatchMeasurement | BatchRows
 
 
 class LayerObserver:
@@ -103,6 +104,15 @@ class LayerObserver:
             yield found
         finally:
             found.done()
+
+    @contextmanager
+    def collecting(self, rows: BatchRows) -> Iterator[None]:
+        """What this thread runs through the layer inside the block goes to `rows`; there is nothing to merge."""
+        self._current.batch = rows
+        try:
+            yield
+        finally:
+            rows.done()
 
     def merge(self, batch: BatchMeasurement) -> None:
         """Add the next batch; sums are added in the order of these calls."""

@@ -32,6 +32,7 @@ from quantkit.console import Progress
 from quantkit.errors import QuantkitError
 from quantkit.threads import one_thread_per_operation
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 Streams = list[LayerInput]
@@ -62,6 +63,11 @@ class LayerRun:
         self.stream, self.index, self.batches = stream, index, batches
         self._stores, self._pool, self._ahead, self._advance, self._ranks = stores, pool, ahead, advance, ranks
         self._own = [number for number in range(len(batches)) if ranks.mine(number)]
+
+    def map(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+        """`work` on every item, side by side, results in the order of the items."""
+        with closing(in_order(self._pool, lambda index: work(items[index]), len(items), self._ahead)) as results:
+            return list(results)
 
     @property
     def prefix(self) -> str:

@@ -22,6 +22,7 @@ from quantkit.checkpoint.reader import Source
 from quantkit.errors import UsageError
 from quantkit.recipe import Recipe
 from quantkit.spec.tensorfile import torch_dtype
+from quantkit.spec.transform import VECTORS_NAME
 from quantkit.threads import available_cores
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -38,7 +39,8 @@ class Plan:
     """Everything that is known before the first layer runs.
 
     Attributes:
-        source: checkpoint.
+        stored: checkpoint as it is.
+        source: as the recipe's methods transform it; what methods find in text is missing in it until it was found.
         recipe: as resolved.
         samples: frozen list.
         held_out: text that no statistic sees.
@@ -48,6 +50,7 @@ class Plan:
         memory_budget: bytes of hidden states kept in memory.
     """
 
+    stored: Source
     source: Source
     recipe: Recipe
     samples: Samples
@@ -56,6 +59,12 @@ class Plan:
     device: torch.device
     dtype: torch.dtype
     memory_budget: int
+
+    def view(self, methods: int, artifact: Path) -> Source:
+        """The checkpoint after the first `methods` methods, with what was found for them in text so far."""
+        found = artifact if (artifact / VECTORS_NAME).is_file() else None
+        chosen = self.recipe.methods[:methods]
+        return view_of(self.stored, chosen, artifact=found, without_drafts=self.recipe.mtp == "drop")
 
     @cached_property
     def batches(self) -> list[Batch]:
@@ -182,7 +191,7 @@ def make_plan(root: Path, recipe: Recipe, *, device: str = "auto", memory_budget
             "auto_group and auto_keep decide on held-out text, and there is none",
             "give more text, and calibration.held_out more than 0",
         )
-    return Plan(source, recipe, samples, held_out, gemms, place, dtype, memory_budget)
+    return Plan(stored, source, recipe, samples, held_out, gemms, place, dtype, memory_budget)
 
 
 def choose_device(name: str) -> tuple[torch.device, torch.dtype]:

@@ -1,27 +1,31 @@
 """`quantkit calibrate`: plan, check everything, then pass after pass over the layers, then the artifact.
 
 The passes (`passes.py`), each of them only where the recipe asks for it:
-1. the weights as methods without data transform them (`Plan.source`);
-2. methods that look for their vectors in text, one pass each (`methods.searching`);
+1. the weights as methods without data transform them (`Plan.view`);
+2. methods that look for their vectors in text, one pass each (`search.py`);
 3. decisions (which GEMMs are kept or grouped);
-4. rounding with error feedback, beside what the quantized model so far hands on;
+4. methods that round weights by what enters them (`search.py` too);
 5. statistics and scales of all GEMMs (`final.py`);
 6. a check on held-out text of what will be written (`trials.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.calibrate.activations import MEMORY_BUDGET
 from quantkit.calibrate.artifact import write_artifact
+from quantkit.calibrate.fake_quant import Rounded
 from quantkit.calibrate.final import StatisticsPass
+from quantkit.calibrate.methods import method
 from quantkit.calibrate.passes import Pass, Walk
 from quantkit.calibrate.plan import Plan, make_plan
 from quantkit.calibrate.ranks import Ranks, started
+from quantkit.calibrate.rounding import rounds_as_found, rounds_to_nearest
+from quantkit.calibrate.search import SearchPass
 from quantkit.calibrate.trials import CheckPass, DecisionPass
 from quantkit.errors import UsageError
 from quantkit.outdir import WORK_NAME, OutputFolder, check_place, exclusive, prepare_output
@@ -104,17 +108,28 @@ def _prepared(plan: Plan, out: Path, ranks: Ranks) -> Iterator[OutputFolder | No
 
 def passes_of(plan: Plan, out: Path) -> Iterator[Pass]:
     """Passes in their order; each is made when those before it have finished and left their results in `out`."""
-    work = out / WORK_NAME
+    work, methods = out / WORK_NAME, plan.recipe.methods
+    rows = [method(options.name) for options in methods]
+    for index, (options, row) in enumerate(zip(methods, rows, strict=True)):
+        if row.learns and not row.rounds:
+            yield SearchPass(plan, plan.view(index, out), options, row.learns)
+    source = plan.view(len(methods), out)
     if plan.recipe.decides:
-        yield DecisionPass(plan, plan.source)
-    yield StatisticsPass(plan, plan.source)
+        yield DecisionPass(plan, source)
+    rounded: Callable[[int], Rounded] = rounds_to_nearest
+    for options, row in zip(methods, rows, strict=True):
+        if row.learns and row.rounds:
+            yield SearchPass(plan, source, options, row.learns)
+            rounded = rounds_as_found(source, out)
+    yield StatisticsPass(plan, source)
     if plan.held_out.samples and any(gemm.quantized for gemm in plan.gemms.values()):
-        yield CheckPass(plan, plan.source, work)
+        yield CheckPass(plan, source, work, rounded)
 
 
 def _check_complete(out: Path) -> None:
-    """All four files are there, also when they were written by an earlier run."""
-    lost = [name for name in ARTIFACT_NAMES if not (out / name).is_file()]
+    """All files are there, also when they were written by an earlier run."""
+    names = dict.fromkeys((*ARTIFACT_NAMES, *read_summary(out).files))
+    lost = [name for name in names if not (out / name).is_file()]
     if lost:
         raise UsageError(
             f"files of the finished calibration {out} were removed", "calibrate into a new folder", items=lost

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from quantkit.archs import Key
 from quantkit.calibrate.statistics import InputStats
-from quantkit.checkpoint.writer import tensor_bytes, write_atomic
-from quantkit.spec.tensorfile import build_header, dtype_name, read_header, read_tensor
+from quantkit.checkpoint.writer import order_for_alignment, tensor_bytes, write_atomic, write_tensors
+from quantkit.spec.tensorfile import TensorInfo, build_header, dtype_name, read_header, read_tensor
 
 INPUT_PREFIX, SCALE_PREFIX = "input/", "scale/"
 
@@ -65,6 +65,24 @@ def save_layer(path: Path, record: LayerRecord) -> None:
     rows = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
     gemms = json.dumps([asdict(gemm) for gemm in record.gemms])
     write_atomic(path, [build_header(rows, {"gemms": gemms}), *map(tensor_bytes, tensors.values())])
+
+
+def join_records(target: Path, records: Iterable[Path], prefix: str = "", suffix: str = "") -> None:
+    """Copy all tensors whose names start with `prefix` from the layers' records into one file, under their final
+    names, one tensor in memory at a time."""
+    found: dict[str, tuple[Path, TensorInfo]] = {}
+    for path in records:
+        for name, info in read_header(path).tensors.items():
+            if name.startswith(prefix):
+                found[name.removeprefix(prefix) + suffix] = (path, info)
+    rows = [(name, info.dtype, info.shape) for name, (_, info) in found.items()]
+
+    def produce(name: str) -> Iterator[Tensor]:
+        path, info = found[name]
+        with path.open("rb") as file:
+            yield read_tensor(file.fileno(), info, path=path)
+
+    write_tensors(target, [rows[index] for index in order_for_alignment(rows)], produce)
 
 
 def load_layer(path: Path) -> LayerRecord:

@@ -28,6 +28,11 @@ _SHOWN = 20
 @click.command("verify", epilog=_EPILOG)
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--source", type=click.Path(path_type=Path), help="The model that it was converted from.")
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path),
+    help="Its calibration, for --source: needed where the recipe's methods learn from text.",
+)
 @click.option("--quick", is_flag=True, help="Names, sizes and headers only; no data is read.")
 @click.option(
     "--sample",
@@ -46,6 +51,7 @@ _SHOWN = 20
 def command(
     folder: Path,
     source: Path | None,
+    calibration: Path | None,
     quick: bool,
     sample: str | None,
     seed: int,
@@ -63,7 +69,15 @@ def command(
         raise UsageError("--sample says what is compared with the source", "give --source MODEL, and not --quick")
     chosen = None if sample is None else Sample.parse(sample, seed)
     workers = jobs or default_jobs()
-    report = verify(folder, source=source, quick=quick, jobs=workers, public_key=public_key, sample=chosen)
+    report = verify(
+        folder,
+        source=source,
+        quick=quick,
+        jobs=workers,
+        public_key=public_key,
+        sample=chosen,
+        calibration=calibration,
+    )
     if as_json:
         print_json({**report.model_dump(mode="json"), "passed": report.passed})
     else:

@@ -22,7 +22,7 @@ from typing import Any
 from quantkit import __version__
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import fsync_folder
-from quantkit.convert.compute import CalibratedScales
+from quantkit.convert.compute import Calibrated
 from quantkit.convert.execute import Done, Job, Runner, SourceSpec, run_job
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.outdir import WORK_NAME, OutputFolder, recorded_digest
@@ -136,7 +136,7 @@ def _result(ray: Any, reference: Any, job: Job) -> Done:
 # --------------------------------------------------------------------------------------- on the machines
 
 
-_opened: dict[str, tuple[Source, CalibratedScales | None]] = {}
+_opened: dict[str, tuple[Source, Calibrated | None]] = {}
 """Of a worker process: options digest -> the source of the conversion that it works for, opened once."""
 
 
@@ -148,7 +148,7 @@ def _unit(job: Job, work: Work) -> Done:
     torch.set_num_threads(1)
     if work.options_digest not in _opened:
         opened = work.spec.open()
-        own_scales = CalibratedScales(work.spec.calibration, opened) if work.spec.calibration else None
+        own_scales = Calibrated(work.spec.calibration, opened) if work.spec.calibration else None
         _opened[work.options_digest] = opened, own_scales
     source, scales = _opened[work.options_digest]
     if job.hashed:

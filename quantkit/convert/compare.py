@@ -2,6 +2,7 @@
 
 Kept tensors must equal the source bit for bit. INT8 weights, dequantized, must lie within half a step of it, and
 without a calibration each scale must be that of its row's largest magnitude. INT8 sources must be passed on unchanged.
+Weights that a method has rounded must be the codes of its calibration, or near the source where that is not given.
 
 The bound is exact: q rounds the float32 quotient fl(w / s) to nearest, and fl is off by at most 2^-24 of its value, so
 |w / s - q| <= 1/2 + 2^-24 |w / s|, which is checked in float64. Shape suffixes: N rows, K columns.
@@ -14,6 +15,7 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +23,16 @@ from torch import Tensor
 from quantkit.archs import Key
 from quantkit.archs.assemble import Location
 from quantkit.arithmetic import QMAX, channel_scales
+from quantkit.calibrate.methods import method
 from quantkit.checkpoint.reader import Entry, OpenFiles, Source
 from quantkit.convert.boxes import Box, boxes, data_rows, is_stacked
+from quantkit.convert.compute import Calibrated
 from quantkit.convert.packing import plain_shape, stored_rows
 from quantkit.convert.sample import Sample, records_of
 from quantkit.convert.source_pieces import cut_pieces, source_rows, steps, target_pieces, with_rows
 from quantkit.convert.units import Zeros
 from quantkit.errors import InputError, QuantkitError
+from quantkit.recipe import Recipe
 from quantkit.spec.manifest import Manifest, TensorRecord
 from quantkit.spec.tensorfile import tensor_nbytes, torch_dtype
 
@@ -58,11 +63,39 @@ class _Tally:
     clipped: int = 0
 
 
-_KEPT, _STEP, _PASSED = (
+_KEPT, _STEP, _PASSED, _FOUND, _NEAR = (
     "kept tensors equal the source bit for bit",
     "INT8 weights lie within half a step of the source",
     "INT8 weights of the source are unchanged",
+    "INT8 weights are the codes of the calibration",
+    "INT8 weights lie near the source",
 )
+
+_FAR = 0.1
+"""Relative error of a row of weights that no method causes which rounds: INT8 makes 0.01 of Gaussian weights, error
+feedback up to three times that; a row of another matrix has an error above 1."""
+
+
+class Rounding(NamedTuple):
+    """What is known of how weights were rounded.
+
+    Attributes:
+        calibrated: a calibration was used, so scales need not be those of the largest magnitudes.
+        rounded: a method has rounded weights, so they need not be the nearest.
+        artifact: that calibration, None when it was not given.
+    """
+
+    calibrated: bool = False
+    rounded: bool = False
+    artifact: Calibrated | None = None
+
+    @classmethod
+    def of(cls, manifest: Manifest | None, artifact: Calibrated | None) -> Rounding:
+        if manifest is None:
+            return cls()
+        methods = Recipe.model_validate(manifest.recipe).methods
+        rounded = any(method(options.name).rounds for options in methods)
+        return cls(bool(manifest.calibration_digest), rounded, artifact)
 
 
 @dataclass
@@ -75,14 +108,19 @@ class Comparison:
 
 
 def compare(
-    folder: Path, source: Source, manifest: Manifest | None, jobs: int, sample: Sample | None = None
+    folder: Path,
+    source: Source,
+    manifest: Manifest | None,
+    jobs: int,
+    sample: Sample | None = None,
+    artifact: Calibrated | None = None,
 ) -> Comparison:
     """Compare every written tensor, or a sample, with the source, and every source tensor's name with what was written.
 
     That every element of the source is written somewhere is always checked of all tensors: it needs no data.
     """
     records = list(manifest.tensors) if manifest else records_of(folder)
-    calibrated = bool(manifest and manifest.calibration_digest)
+    rounding = Rounding.of(manifest, artifact)
     files = OpenFiles(folder)
     work = [record for record in records if not record.alias and record.part in ("weight", "bias")]
     chosen = work if sample is None else sample.choose(work)
@@ -91,20 +129,21 @@ def compare(
     def one(record: TensorRecord) -> _Tally:
         scale = scales.get((record.file if manifest else "", record.scale))
         try:
-            return _compare_one(files, source, record, scale, calibrated)
+            return _compare_one(files, source, record, scale, rounding)
         except QuantkitError as error:
             return _Tally(_STEP if record.scale else _KEPT, 0, [f"{record.file}: {record.name}: {error.message}"])
 
     with ThreadPoolExecutor(max(1, jobs)) as pool:
         tallies = list(pool.map(one, chosen))
     files.close()
-    rows = {kind: Row(kind) for kind in (_KEPT, _STEP, _PASSED)}
+    rows = {kind: Row(kind) for kind in (_KEPT, _STEP, _PASSED, _FOUND, _NEAR)}
     for tally in tallies:
         rows[tally.kind].count += tally.count
         rows[tally.kind].failures += tally.failures
     clipped = sum(tally.clipped for tally in tallies)
     if clipped:
         rows[_STEP].note = f"{clipped:,} values are clipped by the calibration's scales"
+    rows[_NEAR].note = "a method has rounded them; --calibration compares them code by code"
     found = [row for row in rows.values() if row.count or row.failures] + [_completeness(source, work, manifest)]
     return Comparison(found, len(chosen), len(work))
 
@@ -113,7 +152,7 @@ def compare(
 
 
 def _compare_one(
-    files: OpenFiles, source: Source, record: TensorRecord, scale: TensorRecord | None, calibrated: bool
+    files: OpenFiles, source: Source, record: TensorRecord, scale: TensorRecord | None, rounding: Rounding
 ) -> _Tally:
     raw = _stored_entry(source, record)
     if raw is not None:
@@ -129,7 +168,7 @@ def _compare_one(
             if isinstance(piece, Zeros):
                 _expect_zeros(files, record, box, row, piece.rows, tally)
             elif scale is not None:
-                _compare_int8(files, source, record, scale, box, piece, row, calibrated, tally)
+                _compare_int8(files, source, record, scale, box, piece, row, rounding, tally)
             else:
                 _compare_kept(files, source, record, box, piece, row, tally)
     _check_padding(files, record, tally)
@@ -180,10 +219,12 @@ def _compare_int8(
     box: Box,
     piece: Location,
     row: int,
-    calibrated: bool,
+    rounding: Rounding,
     tally: _Tally,
 ) -> None:
     passed = source.entries[piece.key].format.name == "int8-channel"
+    if not passed and _compare_codes(files, record, scale, box, piece, row, rounding.artifact, tally):
+        return
     where = f"{record.file}: {record.name}{_of(box)}"
     for first, w_NK in source_rows(source, piece):
         at = row + first - piece.start
@@ -194,11 +235,15 @@ def _compare_int8(
         if passed:
             tally.kind = _PASSED
             wrong = q_NK.float() * s_N1 != window
+        elif rounding.rounded:
+            tally.kind = _NEAR
+            distance = torch.linalg.vector_norm(q_NK.float() * s_N1 - window, dim=1, keepdim=True)
+            wrong = ~(distance <= _FAR * torch.linalg.vector_norm(window, dim=1, keepdim=True) + s_N1)
         else:
             wrong, clipped = _off(window, q_NK, s_N1)
-            wrong = wrong & ~clipped if calibrated else wrong
-            tally.clipped += int(clipped.sum()) if calibrated else 0
-            if not calibrated and not torch.equal(s_N1, channel_scales(w_NK.float())):
+            wrong = wrong & ~clipped if rounding.calibrated else wrong
+            tally.clipped += int(clipped.sum()) if rounding.calibrated else 0
+            if not rounding.calibrated and not torch.equal(s_N1, channel_scales(w_NK.float())):
                 bad = int((s_N1 != channel_scales(w_NK.float())).flatten().nonzero()[0])
                 tally.failures.append(f"{where}: the scale of row {at + bad} is not absmax / {QMAX} of the source's")
                 return
@@ -210,6 +255,33 @@ def _compare_int8(
                 f"is not the source's {value:.6g} ({int(wrong.sum())} such values here)"
             )
             return
+
+
+def _compare_codes(
+    files: OpenFiles,
+    record: TensorRecord,
+    scale: TensorRecord,
+    box: Box,
+    piece: Location,
+    row: int,
+    artifact: Calibrated | None,
+    tally: _Tally,
+) -> bool:
+    """Compare a piece with the codes of the calibration; whether there are any."""
+    codes = None if artifact is None else artifact.codes(piece)
+    if artifact is None or codes is None:
+        return False
+    tally.kind = _FOUND
+    q_NK, s_N1 = (stored_rows(files, each, box.slot, row, row + piece.rows) for each in (record, scale))
+    wanted = artifact.rows(piece, (piece.start, piece.stop))
+    differs = (q_NK != codes[:, box.left : box.right]).any(1) | (s_N1 != wanted).any(1)
+    tally.count += q_NK.numel()
+    if bool(differs.any()):
+        at, count = row + int(differs.nonzero()[0]), int(differs.sum())
+        tally.failures.append(
+            f"{record.file}: {record.name}{_of(box)}: row {at} is not what the calibration has found ({count} rows)"
+        )
+    return True
 
 
 def _off(w_NK: Tensor, q_NK: Tensor, s_N1: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,8 @@ from quantkit.checkpoint.formats import int8_channel
 from quantkit.checkpoint.reader import OpenFiles, Source
 from quantkit.convert.units import How, PlannedTensor, Zeros
 from quantkit.errors import InputError
-from quantkit.spec.calibration import SCALES_NAME
-from quantkit.spec.tensorfile import read_header, torch_dtype
+from quantkit.spec.calibration import SCALES_NAME, codes_name
+from quantkit.spec.tensorfile import TensorInfo, read_header, torch_dtype
 
 READ_ELEMENTS = 2 << 20
 """Values read at once: 4 MiB of bf16."""
@@ -32,26 +32,31 @@ ROUND_ELEMENTS = 1 << 18
 
 
 class _Last(threading.local):
-    """The scales that a thread used last."""
+    """The codes and scales that a thread used last, by part."""
 
-    key: Key | None = None
-    scale: Tensor
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[Key, Tensor]] = {}
 
 
-class CalibratedScales:
-    """Weight scales of a calibration artifact, by key. Thread-safe."""
+class Calibrated:
+    """What a calibration artifact says of the weights: scales, and codes where a method has rounded them. Thread-safe.
+
+    Args:
+        folder: the artifact.
+        source: that it was made for.
+    """
 
     def __init__(self, folder: Path, source: Source) -> None:
         self._source = source
-        self._infos = read_header(folder / SCALES_NAME).tensors
         self._files = OpenFiles(folder)
         self._last = _Last()
+        self._found: dict[str, tuple[str, TensorInfo]] = {}
+        codes = sorted(path.name for path in folder.glob(codes_name("*")))
+        for name in (SCALES_NAME, *codes):  # scales of codes go before those of the largest magnitudes
+            self._found |= {tensor: (name, info) for tensor, info in read_header(folder / name).tensors.items()}
 
     def has(self, key: Key) -> bool:
-        return key.shard_name in self._infos
-
-    def _fetch(self, key: Key) -> Tensor:
-        return self._files.read(SCALES_NAME, self._infos[key.shard_name])
+        return key.shard_name in self._found
 
     def rows(self, piece: Location, rows: tuple[int, int]) -> Tensor:
         """Scales `[n, 1]` of rows of a stored matrix, assembled from whatever the artifact holds.
@@ -59,25 +64,61 @@ class CalibratedScales:
         Raises:
             InputError: it holds nothing for this GEMM, or a scale that is not a positive finite number.
         """
-        key = piece.key.with_part("weight_scale")
-        if piece.slot is not None:
-            key = key._replace(expert=piece.slot)
-        last = self._last
-        if last.key != key:
-            last.scale = assemble(self._source.arch, self._source.dims, key, self.has, self._fetch)
-            last.key = key
-        scale = last.scale[rows[0] : rows[1]]
+        scale = self._whole(piece, "weight_scale")[rows[0] : rows[1]]
+        name = _key(piece, "weight_scale").shard_name
         if scale.shape != (rows[1] - rows[0], 1) or scale.dtype != torch.float32:
-            raise InputError(f"{key.shard_name} in the calibration has shape {list(scale.shape)} {scale.dtype}")
+            raise InputError(
+                f"{name} in the calibration has shape {list(scale.shape)} {scale.dtype}", "calibrate again"
+            )
         if not bool((scale.isfinite() & (scale >= SCALE_FLOOR)).all()):
-            raise InputError(f"{key.shard_name} in the calibration is not positive and finite", "calibrate again")
+            raise InputError(f"{name} in the calibration is not positive and finite", "calibrate again")
         return scale
+
+    def codes(self, piece: Location) -> Tensor | None:
+        """int8 `[n, K]` of the rows of a piece, None where no method has rounded them.
+
+        Raises:
+            InputError: what the artifact holds does not fit.
+        """
+        if not self._has_codes(piece):
+            return None
+        codes = self._whole(piece, "weight")[piece.start : piece.stop]
+        shape = self._source.canonical_shape(piece.key)
+        if codes.dtype != torch.int8 or codes.shape != (piece.rows, shape[-1]):
+            name = _key(piece, "weight").shard_name
+            raise InputError(
+                f"{name} in the calibration has shape {list(codes.shape)} {codes.dtype}", "calibrate again"
+            )
+        return codes
+
+    def _has_codes(self, piece: Location) -> bool:
+        key = _key(piece, piece.key.part)
+        parts = self._source.arch.role(key.role).parts or (key.role,)
+        found = [self.has(key._replace(role=part)) or self.has(key) for part in parts]
+        return key.part == "weight" and all(found)
+
+    def _whole(self, piece: Location, part: str) -> Tensor:
+        """Codes or scales of a stored matrix, of one expert where experts are stacked."""
+        key, last = _key(piece, part), self._last
+        if last.found.get(part, (None,))[0] != key:
+            last.found[part] = key, assemble(self._source.arch, self._source.dims, key, self.has, self._fetch)
+        return last.found[part][1]
+
+    def _fetch(self, key: Key) -> Tensor:
+        name, info = self._found[key.shard_name]
+        return self._files.read(name, info)
+
+
+def _key(piece: Location, part: str) -> Key:
+    """Key of a part of the stored matrix that a piece belongs to, of its expert where experts are stacked."""
+    key = piece.key.with_part(part)
+    return key if piece.slot is None else key._replace(expert=piece.slot)
 
 
 class Producer:
     """Yields the data of planned tensors; the scales of a weight are kept from its own pass where it comes first."""
 
-    def __init__(self, source: Source, scales: CalibratedScales | None = None) -> None:
+    def __init__(self, source: Source, scales: Calibrated | None = None) -> None:
         self._source, self._calibrated = source, scales
         self._scales: dict[str, Tensor] = {}
         # made once for all tensors: a new one for each few rows leaves holes in the heap that add up
@@ -135,6 +176,10 @@ class Producer:
         """(int8 `[n, K]`, float32 scales `[n, 1]`) of a piece, a few rows at a time."""
         if self._source.entries[piece.key].format is int8_channel.FORMAT:
             yield from self._passed_through(piece)
+            return
+        codes = None if self._calibrated is None else self._calibrated.codes(piece)
+        if codes is not None and self._calibrated is not None:
+            yield codes, self._calibrated.rows(piece, (piece.start, piece.stop))
             return
         for (first, _), w_NK in self._rows(piece):
             step = max(1, ROUND_ELEMENTS // w_NK.shape[-1])

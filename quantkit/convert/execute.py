@@ -23,7 +23,7 @@ from quantkit.archs.assemble import Location
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import WrittenTensor, file_sha256, read_chunks, write_atomic, write_tensors
 from quantkit.console import Progress
-from quantkit.convert.compute import CalibratedScales, Producer
+from quantkit.convert.compute import Calibrated, Producer
 from quantkit.convert.packing import packed
 from quantkit.convert.transforms import open_transformed
 from quantkit.convert.units import Plan, PlannedFile
@@ -180,9 +180,7 @@ def _entry_name(job: Job) -> str:
 # ------------------------------------------------------------------------------------------------ workers
 
 
-def run_job(
-    job: Job, source: Source, scales: CalibratedScales | None, out: Path, on_bytes: Callable[[int], None]
-) -> Done:
+def run_job(job: Job, source: Source, scales: Calibrated | None, out: Path, on_bytes: Callable[[int], None]) -> Done:
     """Do one unit of work in this process."""
     if job.hashed:
         result = file_sha256(source.root / job.hashed, on_bytes)
@@ -203,7 +201,7 @@ def run_job(
 
 
 def _run_all(jobs: list[Job], spec: SourceSpec, source: Source, out: Path, workers: int) -> Iterator[tuple[Job, Done]]:
-    scales = CalibratedScales(spec.calibration, source) if spec.calibration else None
+    scales = Calibrated(spec.calibration, source) if spec.calibration else None
     stop = threading.Event()
 
     def go_on(_: int) -> None:

@@ -15,7 +15,7 @@ from quantkit.archs.assemble import Location
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import order_for_alignment
 from quantkit.convert.checkpoint_form import checkpoint_tensors, config_bytes, index_bytes, linear_modules
-from quantkit.convert.compute import CalibratedScales
+from quantkit.convert.compute import Calibrated
 from quantkit.convert.decide import Decisions, Problems, decide
 from quantkit.convert.kv_scales import has_scales, scale_tensors
 from quantkit.convert.nonweights import split_files
@@ -41,7 +41,7 @@ def plan(
     form: str,
     mesh: Mesh,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    scales: CalibratedScales | None = None,
+    scales: Calibrated | None = None,
     layout: str = "plain",
     kv_cache: tuple[KvSummary, ...] = (),
 ) -> Plan:
@@ -151,7 +151,7 @@ def _numbered(sets: dict[str, list[tuple[PlannedTensor, ...]]]) -> Iterator[Plan
             yield PlannedFile(file, tensors)
 
 
-def _check_scales(source: Source, decisions: Decisions, scales: CalibratedScales, problems: Problems) -> None:
+def _check_scales(source: Source, decisions: Decisions, scales: Calibrated, problems: Problems) -> None:
     for key in decisions.written:
         if key.part != "weight" or not decisions.is_int8(key):
             continue
@@ -162,7 +162,7 @@ def _check_scales(source: Source, decisions: Decisions, scales: CalibratedScales
                 problems.use.append(f"the calibration has no scales for {own.with_part('weight').shard_name}")
 
 
-def _has_scale(source: Source, key: Key, scales: CalibratedScales) -> bool:
+def _has_scale(source: Source, key: Key, scales: Calibrated) -> bool:
     """Whether the artifact holds the scales of a GEMM, fused, in parts, or stacked."""
     role = source.arch.role(key.role)
 

@@ -12,7 +12,7 @@ from quantkit import __version__
 from quantkit.archs.assemble import Location
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import WrittenTensor, write_atomic
-from quantkit.convert.compute import CalibratedScales
+from quantkit.convert.compute import Calibrated
 from quantkit.convert.decided import with_decisions
 from quantkit.convert.execute import Done, Runner, SourceSpec, execute, local
 from quantkit.convert.kv_scales import cache_scales
@@ -84,7 +84,7 @@ def prepare(
     source_digest = source.digest()
     digest = _calibration_digest(calibration, source_digest, recipe) if calibration else ""
     given, recipe = recipe, with_decisions(recipe, source, form, calibration)
-    scales = CalibratedScales(calibration, source) if calibration else None
+    scales = Calibrated(calibration, source) if calibration else None
     planned = plan(
         source,
         recipe,

@@ -36,6 +36,7 @@ def verify(
     jobs: int = 1,
     public_key: Path | None = None,
     sample: Sample | None = None,
+    calibration: Path | None = None,
 ) -> VerifyReport:
     """Check a converted folder.
 
@@ -45,6 +46,7 @@ def verify(
         quick: names, sizes and headers only, no data is read.
         jobs: threads.
         sample: which tensors are compared with the source; None: all.
+        calibration: artifact that it was converted with, for `source`: what methods found in text is taken from there.
         public_key: PEM file; the folder must be signed with its private half.
 
     Raises:
@@ -83,7 +85,7 @@ def verify(
     if manifest is None:
         checks.rows.append(Check(name="manifest", count=0, note="none: checksums cannot be checked"))
     if source is not None:
-        check_source(folder, source, manifest, quick, jobs, checks, sample)
+        check_source(folder, source, manifest, quick, jobs, checks, sample, calibration)
     return _report(folder, manifest.form if manifest else "checkpoint", quick, checks)
 
 

@@ -9,12 +9,14 @@ from pathlib import Path
 from quantkit.checkpoint.reader import Source
 from quantkit.convert.checks import Check, Checks
 from quantkit.convert.compare import compare, filled_parameters
+from quantkit.convert.compute import Calibrated
 from quantkit.convert.coverage import written_parameters
 from quantkit.convert.hashing import hash_file
 from quantkit.convert.sample import Sample
 from quantkit.convert.shard_source import open_source
 from quantkit.convert.transforms import open_transformed, steps_of
 from quantkit.recipe import Recipe
+from quantkit.spec.calibration import SUMMARY_NAME, check_files, file_sha256, read_summary
 from quantkit.spec.manifest import Manifest, OutputFile
 
 SOURCE_CHECK = "source is the one that was converted"
@@ -28,10 +30,16 @@ def check_source(
     jobs: int,
     checks: Checks,
     sample: Sample | None = None,
+    calibration: Path | None = None,
 ) -> None:
     """Add the checks against the source: its files, the number of parameters, copied files, and the values."""
     opened: list[Source] = []
-    if not checks.run("source is transformed as the manifest says", lambda: _transformed(root, manifest, opened)):
+    if calibration is not None and not checks.run(
+        "calibration is the one that was used", lambda: _calibration(calibration, manifest)
+    ):
+        return
+    transformed = "source is transformed as the manifest says"
+    if not checks.run(transformed, lambda: _transformed(root, manifest, opened, calibration)):
         return
     original = opened[0]
     if manifest is not None:
@@ -41,7 +49,8 @@ def check_source(
     if quick:
         return
     view = _words(manifest)
-    outcome = compare(folder, original, manifest, jobs, sample)
+    artifact = Calibrated(calibration, original) if calibration is not None else None
+    outcome = compare(folder, original, manifest, jobs, sample, artifact)
     checks.compared, checks.tensors = outcome.compared, outcome.tensors
     what = f"{outcome.compared:,} of {outcome.tensors:,} tensors" + (f", seed {sample.seed}" if sample else "")
     checks.rows.append(Check(name=f"tensors compared with {view}", count=outcome.compared, note=what))
@@ -56,12 +65,22 @@ def _words(manifest: Manifest | None) -> str:
     return "the transformed source" if manifest is not None and manifest.transforms else "the source"
 
 
-def _transformed(root: Path, manifest: Manifest | None, opened: list[Source]) -> tuple[int, list[str], str]:
+def _calibration(calibration: Path, manifest: Manifest | None) -> tuple[int, list[str], str]:
+    """The artifact is intact, and its summary is the one that the manifest names."""
+    summary = read_summary(calibration)
+    check_files(calibration, summary)
+    same = manifest is not None and manifest.calibration_digest == file_sha256(calibration / SUMMARY_NAME)
+    return len(summary.files), [] if same else [f"{calibration}: another calibration than that of the conversion"], ""
+
+
+def _transformed(
+    root: Path, manifest: Manifest | None, opened: list[Source], calibration: Path | None
+) -> tuple[int, list[str], str]:
     """Open the source and apply the recipe's methods, which must come to the recorded steps."""
     if manifest is None or not manifest.transforms:
         opened.append(open_source(root, extra_roles=recorded_roles(manifest)))
         return 0, [], "no transforms"
-    source = open_transformed(root, Recipe.model_validate(manifest.recipe))
+    source = open_transformed(root, Recipe.model_validate(manifest.recipe), artifact=calibration)
     opened.append(source)
     if steps_of(source) != manifest.transforms:
         return len(manifest.transforms), ["the recipe's methods come to other steps than those of the manifest"], ""

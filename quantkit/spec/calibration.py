@@ -5,7 +5,9 @@ A folder with
 - `scales.safetensors`: `SHARD_NAME.weight_scale` F32 `[N, 1]` for every quantized GEMM (`Key.shard_name` without its
   part, per expert and per part of a fused weight);
 - `activations.safetensors`: statistics by GEMM input, see `quantkit.calibrate.observe`;
-- `report.html`: the same for reading.
+- `report.html`: the same for reading;
+- where methods that learn from text were used, `transforms.safetensors` (see `quantkit.spec.transform`), and
+  `codes-LAYER.safetensors` with `SHARD_NAME` I8 `[N, K]` and `SHARD_NAME_scale` F32 `[N, 1]` of every rounded GEMM.
 """
 
 from __future__ import annotations
@@ -22,8 +24,15 @@ SUMMARY_NAME = "calibration.json"
 SCALES_NAME = "scales.safetensors"
 ACTIVATIONS_NAME = "activations.safetensors"
 REPORT_NAME = "report.html"
+
+
+def codes_name(layer: int | str) -> str:
+    """File with the INT8 codes and scales of a layer, where a method has rounded its weights."""
+    return f"codes-{layer:05d}.safetensors" if isinstance(layer, int) else f"codes-{layer}.safetensors"
+
+
 ARTIFACT_NAMES = (SCALES_NAME, ACTIVATIONS_NAME, REPORT_NAME, SUMMARY_NAME)
-"""All files of an artifact in the order of writing: the summary is the last."""
+"""Files that every artifact has, in the order of writing: the summary is the last."""
 
 
 class _Strict(BaseModel):
@@ -101,6 +110,26 @@ class ClippingRow(_Strict):
     share: float
 
 
+class MethodRow(_Strict):
+    """What a method that learns from text did at one place.
+
+    Attributes:
+        method: its name.
+        layer: decoder layer.
+        name: the producer whose channels were scaled, or the GEMM whose weight was rounded.
+        before, after: relative error ||y - y'|| / ||y|| of what it computes on sampled rows, without and with the
+            method; equal where nothing was changed.
+        note: what was chosen, or why nothing was.
+    """
+
+    method: str
+    layer: int
+    name: str
+    before: float
+    after: float
+    note: str = ""
+
+
 class EvaluationRow(_Strict):
     """The quantized model beside the source on the same text: one kind of text, one range of positions.
 
@@ -139,6 +168,7 @@ class CalibrationSummary(_Strict):
             router sent it none; coverage = observed / expected. Less than 1 is an error of `calibrate`.
         gemms: one row each, sorted by layer, role, expert.
         clipping: between kinds of text.
+        methods: what methods that learn from text did.
         evaluation: of the quantized model, when it was measured.
         expert_tokens: layer -> tokens of each expert.
         files: sha256 of the artifact's tensor files by name.
@@ -160,6 +190,7 @@ class CalibrationSummary(_Strict):
     observed_gemms: int
     gemms: tuple[GemmSummary, ...]
     clipping: tuple[ClippingRow, ...] = ()
+    methods: tuple[MethodRow, ...] = ()
     evaluation: tuple[EvaluationRow, ...] = ()
     expert_tokens: dict[int, tuple[int, ...]]
     files: dict[str, str]

@@ -1,4 +1,4 @@
-"""Calibration methods: exact transforms of the weights that a recipe asks for under `methods:`, one file each.
+"""Calibration methods: what a recipe asks for under `methods:`, one file each.
 
 A new method is one file with a `METHOD` and a row here; it is imported when a recipe names it.
 """
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 METHODS: Mapping[str, str] = {
     "balance": "balance",
+    "clip": "clip",
+    "gptq": "gptq",
     "rotate": "rotate",
+    "smooth": "smooth",
 }
 """Name in a recipe -> module in this package whose `METHOD` serves it."""
 
@@ -40,29 +43,49 @@ def method(name: str) -> Method:
     return found
 
 
+def learning(methods: Sequence[MethodOptions]) -> list[str]:
+    """Names of the methods that need text."""
+    return [options.name for options in methods if method(options.name).learns]
+
+
+def require_artifact(methods: Sequence[MethodOptions], artifact: Path | None) -> None:
+    """Refuse to go on without what a calibration found.
+
+    Raises:
+        UsageError: a method needs an artifact and there is none.
+    """
+    names = learning(methods)
+    if names and artifact is None:
+        raise UsageError(
+            f"the method{'s' * (len(names) > 1)} {', '.join(names)} of the recipe learn{'s' * (len(names) == 1)} from "
+            "text, and no calibration is given",
+            "run `quantkit calibrate` with this recipe, and pass its folder with --calibration",
+        )
+
+
 def view_of(
     source: Source, methods: Sequence[MethodOptions], *, artifact: Path | None = None, without_drafts: bool = False
 ) -> Source:
-    """The source as a recipe's methods transform it; the source itself when there are none.
+    """The source as a recipe's methods transform it; the source itself when none of them does.
 
     Args:
-        methods: `Recipe.methods`.
-        artifact: calibration that holds what data-driven methods found.
+        methods: `Recipe.methods`, or the first of them.
+        artifact: calibration that holds what methods found in text; None: what they would scale is left as it is.
         without_drafts: draft layers are dropped (`Recipe.mtp`).
 
     Raises:
-        UsageError: the model cannot be transformed so (every reason is listed), or a method needs an artifact.
+        UsageError: the model cannot be transformed so (every reason is listed).
     """
     from quantkit.checkpoint.transformed import TransformedSource
     from quantkit.spec.transform import Transforms
 
-    if not methods:
-        return source
     steps = Transforms().steps
     sets: dict[str, Vectors] = {}
     view = source
     for options in methods:
         built = method(options.name).build(view, options, artifact)
+        if not built.steps:
+            continue
         steps += built.steps
         sets |= {step.vectors: built.vectors for step in built.steps if step.step == "scale_pair"}
         view = TransformedSource(source, Transforms(steps=steps), _joined(dict(sets)), without_drafts=without_drafts)

@@ -1,20 +1,49 @@
-"""What a calibration method is: a function from a source, its options and perhaps statistics to exact steps."""
+"""What a calibration method is.
+
+A method either transforms the weights exactly, from the weights alone or with vectors that it found in text, or it
+rounds them. What a method finds in text lies in the calibration artifact; conversion and verification take it from
+there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from quantkit.archs import Key
-from quantkit.checkpoint.effects import Vectors
+from quantkit.checkpoint.effects import Vectors, matrix
 from quantkit.checkpoint.reader import OpenFiles, Source
 from quantkit.spec.tensorfile import read_header
 from quantkit.spec.transform import VECTORS_NAME, MethodOptions, Step
 
-__all__ = ["Built", "Method", "MethodOptions", "no_vectors", "stored_vectors"]
+if TYPE_CHECKING:
+    from quantkit.calibrate.layer_weights import LayerWeights
+    from quantkit.calibrate.rows import Rows
+    from quantkit.spec.calibration import MethodRow
+
+__all__ = [
+    "Built",
+    "Found",
+    "LayerView",
+    "Learns",
+    "Method",
+    "MethodOptions",
+    "no_vectors",
+    "nothing",
+    "stored_vectors",
+]
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+FALLBACK = "plain: "
+"""How the note of a GEMM begins that a method was to round and could not."""
 
 
 class Built(NamedTuple):
@@ -29,21 +58,81 @@ class Built(NamedTuple):
     vectors: Vectors
 
 
+class Map(Protocol):
+    """Runs a function on items side by side; results are in the order of the items."""
+
+    def __call__(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]: ...
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """A layer as a method that learns sees it.
+
+    Attributes:
+        layer: index.
+        source: as the methods before left it.
+        weights: of the materialized layer.
+        rows: what enters its GEMMs on sampled tokens, by `rows.input_name`.
+        quantized: keys of the GEMMs that will be INT8.
+        map: for work on several GEMMs.
+    """
+
+    layer: int
+    source: Source
+    weights: LayerWeights
+    rows: Mapping[str, Rows]
+    quantized: frozenset[Key]
+    map: Map
+
+    def weight(self, key: Key) -> Tensor:
+        """Float32 `[N, K]`, not to be changed; read again where the layer holds it in a narrower dtype."""
+        view = self.weights.view(key)
+        return view if view.dtype == torch.float32 else matrix(self.source, key).float().to(view.device)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a method found of a layer: tensors by their final names, and rows for the report."""
+
+    tensors: Mapping[str, Tensor]
+    rows: Sequence[MethodRow]
+
+
+class Learns(NamedTuple):
+    """How a method learns from text.
+
+    Attributes:
+        tokens: options -> tokens that go through the model.
+        rows: options -> sampled rows of each input.
+        layer: what it finds of a layer.
+        finish: (records of all layers, folder of the artifact) -> writes what the next passes need.
+    """
+
+    tokens: Callable[[Any], int]
+    rows: Callable[[Any], int]
+    layer: Callable[[LayerView, Any], Found]
+    finish: Callable[[Sequence[Path], Path], None]
+
+
 class Method(NamedTuple):
     """A row of the registry.
 
     Attributes:
         options: pydantic model of the recipe's entry.
-        build: (source with the steps of the methods before, options, calibration artifact or None) -> steps. A
-            method that needs statistics raises a UsageError without an artifact.
+        build: (source with the steps of the methods before, options, calibration artifact or None) -> steps. Without
+            an artifact, vectors that are found in text are missing, so that nothing is scaled.
+        learns: how it learns from text; None when it needs none.
+        rounds: it rounds weights, and has no steps; such methods come last.
     """
 
     options: type[MethodOptions]
     build: Callable[[Source, Any, Path | None], Built]
+    learns: Learns | None = None
+    rounds: bool = False
 
 
 def stored_vectors(artifact: Path) -> Vectors:
-    """Vectors that a data-driven method left in a calibration artifact, read when they are asked for.
+    """Vectors that a method left in a calibration artifact, read when they are asked for.
 
     Raises:
         InputError: the artifact holds none.
@@ -59,3 +148,8 @@ def stored_vectors(artifact: Path) -> Vectors:
 
 def no_vectors(_set: str, _key: object) -> None:
     """For steps that need none."""
+
+
+def nothing(_source: Source, _options: Any, _artifact: Path | None) -> Built:
+    """`build` of a method that rounds."""
+    return Built((), no_vectors)

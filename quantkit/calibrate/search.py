@@ -1,0 +1,100 @@
+"""The pass of a method that learns from text: a sample of rows of every GEMM input, layer by layer.
+
+What the method finds of a layer, vectors or codes, is the layer's record; see `Search` in `methods/base.py`.
+Peak memory: the layer, the sampled rows of its inputs, and the method's temporaries for each of the jobs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from quantkit.archs import Key
+from quantkit.calibrate.activations import LayerInput
+from quantkit.calibrate.data import Samples
+from quantkit.calibrate.layer_weights import LayerWeights
+from quantkit.calibrate.methods.base import Found, LayerView, Learns, MethodOptions
+from quantkit.calibrate.observe import LayerObserver
+from quantkit.calibrate.passes import LayerRun, Pass
+from quantkit.calibrate.plan import Plan
+from quantkit.calibrate.rows import BatchRows, Rows, joined, spread
+from quantkit.calibrate.weights import WeightRecorder
+from quantkit.checkpoint.reader import Source
+from quantkit.checkpoint.writer import tensor_bytes, write_atomic
+from quantkit.spec.calibration import MethodRow
+from quantkit.spec.tensorfile import build_header, dtype_name, read_header
+
+
+class SearchPass(Pass):
+    """Shows rows of a layer's inputs to one method.
+
+    Args:
+        plan: of the calibration.
+        source: weights as the methods before left them.
+        options: the recipe's entry.
+        learns: what the method does with a layer.
+    """
+
+    def __init__(self, plan: Plan, source: Source, options: MethodOptions, learns: Learns) -> None:
+        super().__init__(plan, source)
+        self.name = self.title = options.name
+        self._options, self._learns = options, learns
+
+    @cached_property
+    def _samples(self) -> Samples:
+        return self.plan.samples.thinned(self._learns.tokens(self._options))
+
+    @property
+    def samples(self) -> Samples:
+        return self._samples
+
+    def visit(self, run: LayerRun) -> Callable[[Path], None]:
+        source, plan = self.source, self.plan
+        observer = LayerObserver(source.arch, source.dims, run.index, run.prefix, kinds=1, device=plan.device)
+        wanted = self._learns.rows(self._options)
+
+        def work(index: int, inputs: list[LayerInput]) -> tuple[list[LayerInput], dict[str, Rows]]:
+            tokens = run.batches[index].ids.numel()
+            rows = BatchRows(source.arch, spread(tokens, wanted, self.samples.tokens, plan.device), tokens)
+            with observer.collecting(rows):
+                return [run.stream.run_layer(run.index, inputs[0])], rows.rows
+
+        weights = WeightRecorder(source, plan.gemms)
+        with run.stream.materialized(run.index, weights.get) as module:
+            with observer.attached(module):
+                parts = [rows for _, rows in run.hand_on(work)]
+            view = LayerView(
+                run.index,
+                source,
+                LayerWeights(source.arch, source.dims, run.prefix, module),
+                joined(parts),
+                self._quantized(run.index),
+                run.map,
+            )
+            with torch.inference_mode():
+                found = self._learns.layer(view, self._options)
+        return lambda path: save_found(path, found)
+
+    def _quantized(self, layer: int) -> frozenset[Key]:
+        """GEMMs that the recipe converts; decisions differ between the forms of output, so they are left out here."""
+        return frozenset(key for key, gemm in self.plan.gemms.items() if key.layer == layer and gemm.quantized)
+
+    def finish(self, records: Sequence[Path], out: Path) -> None:
+        self._learns.finish(records, out)
+
+
+def save_found(path: Path, found: Found) -> None:
+    """Write what a method found of a layer, atomically."""
+    tensors = {name: found.tensors[name].cpu().contiguous() for name in sorted(found.tensors)}
+    rows = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
+    notes = json.dumps([row.model_dump() for row in found.rows])
+    write_atomic(path, [build_header(rows, {"rows": notes}), *map(tensor_bytes, tensors.values())])
+
+
+def rows_found(path: Path) -> list[MethodRow]:
+    """What a method reports of a layer."""
+    return [MethodRow(**row) for row in json.loads(read_header(path).metadata["rows"])]
