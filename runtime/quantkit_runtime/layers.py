@@ -99,8 +99,10 @@ class Int8Linear(_Int8):
         self.names = names
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., K]` -> `[..., N]`."""
-        q_TK, scale = self.quantize(x.reshape(-1, self.in_features))
+        """`[..., K]` -> `[..., N]`; an input that a fused norm has quantized already is taken so (see `fuse`)."""
+        q_TK, scale, group = getattr(x, "int8", (None, None, None))
+        if q_TK is None or scale is None or group != self.group_size or self.team.size > 1:
+            q_TK, scale = self.quantize(x.reshape(-1, self.in_features))
         weight_scale, alone = self.weight_scale, self.team.size == 1
         if self.adds_sums(x.dtype):
             sums = self._run(self.names, q_TK, *_unscaled(scale, self.weight, weight_scale), None, x.dtype)
@@ -111,6 +113,10 @@ class Int8Linear(_Int8):
         if not alone and self.bias is not None:
             out = out + self.bias
         return out.reshape(*x.shape[:-1], self.out_features)
+
+    def multiply(self, q_TK: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Quantized `[T, K]` with its scales -> `[T, N]`, for a layer that no ranks split."""
+        return self._run(self.names, q_TK, scale, self.weight, self.weight_scale, self.bias, dtype)
 
 
 class Int8Experts(_Int8):

@@ -74,7 +74,7 @@ class Bench:
     def __init__(self, report: common.Report) -> None:
         self.report, self.rows = report, report.data.setdefault("rows", [])
         self.family = device.resolve().family
-        self.bandwidth, self.bf16_tflops, self.sweep = 0.0, 0.0, False
+        self.bandwidth, self.bf16_tflops = 0.0, 0.0
 
     def row(self, what: str, us: float, **more: Any) -> float:
         values = {name: round(v, 4) if isinstance(v, float) else v for name, v in more.items()}
@@ -218,12 +218,6 @@ class Bench:
 
     def decode(self, batch: int) -> dict[str, float]:
         int8_model, bf16_model = Int8Decoder(self, batch), Bf16Decoder(self, batch)
-        for size in (0, 4 << 20, 8 << 20, 16 << 20) if self.sweep else ():
-            int8_model.ahead_bytes = size
-            self.row(
-                f"decode step, M {batch}, int8 graph, {size >> 20} MiB ahead", replay_us(capture([int8_model.step]))
-            )
-        int8_model.ahead_bytes = tuning().ahead_bytes
         us = {"int8": replay_us(capture([int8_model.step])), "bf16": replay_us(capture([bf16_model.step]))}
         self.decode_parts(int8_model)
         nbytes = LAYERS * sum(w.nbytes for w in int8_model.layers[0].weights)
@@ -289,10 +283,10 @@ class Decoder:
         self.cos, self.sin = torch.rand((2, batch, DIM), device="cuda").unbind()
         self.hidden = normal(batch, HIDDEN)
 
-    def attend(self, qkv: Tensor, cache: tuple[Any, ...], ahead: Tensor | None = None) -> Tensor:
+    def attend(self, qkv: Tensor, cache: tuple[Any, ...]) -> Tensor:
         rope, decode = self.rope, self.bench.find("paged_decode", self.batch).run
         q = rope(qkv, self.cos, self.sin, self.places, *cache)
-        return decode(q, *cache, self.table, self.lengths, DIM**-0.5, ahead=ahead).view(self.batch, -1)
+        return decode(q, *cache, self.table, self.lengths, DIM**-0.5).view(self.batch, -1)
 
     @property
     def rope(self) -> Callable[..., Tensor]:
@@ -302,27 +296,22 @@ class Decoder:
 class Int8Decoder(Decoder):
     def __init__(self, bench: Bench, batch: int) -> None:
         super().__init__(bench, batch, True)
-        self.ahead_bytes = tuning().ahead_bytes
 
     def linear(self, q: Tensor, scale: Tensor, layer: Layer, which: int) -> Tensor:
         run = self.bench.find("w8a8_gemm", self.batch, q.shape[1]).run
         return run(q, scale, layer.weights[which], layer.weight_scales[which], None, BF16)
-
-    def ahead(self, weight: Tensor) -> Tensor | None:
-        return weight.view(-1)[: self.ahead_bytes] if self.ahead_bytes else None
 
     def step(self) -> Tensor:
         find = self.bench.find
         norm, quantize = find("norm_quantize", self.batch).run, find("quantize", self.batch).run
         x, residual = self.hidden, None
         for layer in self.layers:
-            qkv, o, gate_up, down = (self.ahead(weight) for weight in layer.weights)
-            normed = norm(x, layer.norms[0], 1e-5, residual, keep=False, ahead=qkv)
-            attended = self.attend(self.linear(normed.q, normed.scale, layer, 0), layer.cache, o)
+            normed = norm(x, layer.norms[0], 1e-5, residual, keep=False)
+            attended = self.attend(self.linear(normed.q, normed.scale, layer, 0), layer.cache)
             x = self.linear(*quantize(attended), layer, 1)
-            normed = norm(x, layer.norms[1], 1e-5, normed.total, keep=False, ahead=gate_up)
+            normed = norm(x, layer.norms[1], 1e-5, normed.total, keep=False)
             silu = find("silu_mul_quantize", self.batch).run
-            inner = silu(self.linear(normed.q, normed.scale, layer, 2), ahead=down)
+            inner = silu(self.linear(normed.q, normed.scale, layer, 2))
             x, residual = self.linear(*inner, layer, 3), normed.total
         return x + residual
 
@@ -376,7 +365,6 @@ def main() -> None:
         report.data["commit"] = args.commit
     print(f"card: {card.line}")
     bench, sections = Bench(report), set(args.only.split(","))
-    bench.sweep = bool(args.tune)
     bench.ceilings()
     tops = 0.0
     with torch.no_grad():

@@ -89,12 +89,8 @@ def w8a8_gemm(
 # ------------------------------------------------------------------------------------------- fused quantize
 
 
-def quantize(x_TK: Tensor, group_size: int = 0, ahead: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """int8 of `x` and float32 scales `[T, 1]`, or `[T, K / group_size]` for activations quantized per group.
-
-    Args:
-        ahead: what is read next; a kernel may bring it into the cache meanwhile. It changes nothing.
-    """
+def quantize(x_TK: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
+    """int8 of `x` and float32 scales `[T, 1]`, or `[T, K / group_size]` for activations quantized per group."""
     return quantize_tokens(x_TK, group_size or None)
 
 
@@ -121,12 +117,11 @@ def norm_quantize(
     unit_offset: bool = False,
     group_size: int = 0,
     keep: bool = True,
-    ahead: Tensor | None = None,
 ) -> Normed:
     """Add the residual, RMSNorm, quantize.
 
     Rounds where transformers does: `weight * normalized.to(dtype)` as Llama, or with `unit_offset`
-    `(normalized * (1 + weight)).to(dtype)` as Gemma. `ahead` as in `quantize`.
+    `(normalized * (1 + weight)).to(dtype)` as Gemma.
     """
     total = x_TK if residual_TK is None else x_TK + residual_TK
     wide = total.float()
@@ -138,8 +133,8 @@ def norm_quantize(
     return Normed(*quantize(normed, group_size), normed if keep else None, total)
 
 
-def silu_mul_quantize(gate_up_TI: Tensor, group_size: int = 0, ahead: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantize `silu(gate) * up` of `[T, 2 I]`, gate first, each rounded to x's dtype; `ahead` as in `quantize`."""
+def silu_mul_quantize(gate_up_TI: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
+    """Quantize `silu(gate) * up` of `[T, 2 I]`, gate first, each rounded to x's dtype."""
     gate, up = gate_up_TI.chunk(2, dim=-1)
     return quantize(functional.silu(gate) * up, group_size)
 
@@ -231,7 +226,6 @@ def paged_decode(
     sinks: Tensor | None = None,
     window: int = 0,
     softcap: float = 0.0,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query per sequence over its cached tokens -> `[B, H, Dv]` in q's dtype.
 
@@ -246,7 +240,6 @@ def paged_decode(
         sinks: `[H]`, a score per head that takes part in the softmax and has no value (gpt-oss).
         window: a query sees only the last `window` tokens, its own included; 0 means all.
         softcap: scores become `softcap * tanh(score / softcap)`; 0 means none.
-        ahead: as in `quantize`.
     """
     (b, h, _), (kv_heads, block) = q_BHD.shape, k_cache.shape[1:3]
     places = torch.arange(block_table.shape[1] * block, device=q_BHD.device)

@@ -38,7 +38,8 @@ DENSE = {
     )],
     ANY: [Tile(bm, bn, bk, warps, stages, band) for bm, bn, bk, warps, stages, band in (
         (128, 256, 128, 8, 3, 8), (128, 256, 128, 8, 4, 8), (128, 256, 128, 8, 4, 16), (256, 128, 128, 8, 4, 8),
-        (256, 128, 128, 8, 3, 16), (128, 128, 128, 8, 4, 8), (128, 128, 128, 4, 4, 8), (128, 128, 256, 8, 3, 8),
+        (256, 128, 128, 8, 3, 16), (128, 128, 128, 8, 4, 8), (128, 128, 128, 4, 3, 8), (128, 128, 64, 4, 5, 8),
+        (128, 128, 64, 4, 4, 16), (128, 256, 64, 8, 5, 8), (64, 256, 128, 4, 2, 8), (64, 256, 64, 4, 4, 8),
     )],
 }  # fmt: skip
 """Candidates by the bound of the number of tokens; measured at the bound, the last at 4096."""
@@ -48,9 +49,8 @@ DENSE_GROUP = {
     64: [*(Tile(64, bn, 128, 4, 5) for bn in (32, 64, 128)), Tile(64, 64, 128, 4, 6, swap=True)],
     512: [Tile(64, 128, 128, 4, 4), Tile(128, 128, 128, 8, 4), Tile(64, 64, 128, 4, 5)],
     ANY: [Tile(bm, bn, 128, warps, stages, band, swap) for bm, bn, warps, stages, band, swap in (
-        (128, 128, 8, 4, 8, False), (128, 128, 8, 3, 8, False), (128, 128, 8, 5, 16, False), (64, 128, 4, 4, 8, False),
-        (256, 128, 16, 3, 8, False), (128, 256, 16, 3, 8, False), (64, 256, 8, 4, 8, False), (128, 64, 4, 4, 16, False),
-        (128, 128, 8, 4, 8, True),
+        (128, 128, 8, 4, 8, False), (128, 128, 8, 3, 16, False), (64, 128, 4, 4, 8, False), (64, 128, 4, 3, 8, False),
+        (64, 256, 8, 4, 8, False), (128, 64, 4, 3, 16, False), (64, 64, 4, 4, 16, False), (64, 128, 8, 4, 8, False),
     )],
 }  # fmt: skip
 
@@ -62,7 +62,7 @@ EXPERTS = {
         (64, 128, 5, False), (64, 256, 4, False), (128, 128, 5, False), (64, 128, 6, True), (128, 128, 5, True))],
     64: [Tile(bm, bn, 128, warps, 4) for bm, bn, warps in ((32, 128, 4), (64, 128, 4), (64, 64, 4), (64, 256, 4))],
     ANY: [Tile(bm, bn, 128, warps, stages, band) for bm, bn, warps, stages, band in (
-        (128, 128, 8, 4, 4), (128, 128, 4, 4, 4), (128, 256, 8, 4, 4), (128, 256, 8, 3, 8), (64, 256, 4, 4, 4),
+        (128, 128, 8, 4, 4), (128, 128, 4, 3, 4), (128, 256, 8, 4, 4), (128, 256, 8, 3, 8), (64, 256, 4, 4, 4),
         (64, 128, 4, 4, 4), (128, 256, 8, 4, 2), (64, 256, 8, 4, 8))],
 }  # fmt: skip
 EXPERTS_GROUP = {16: EXPERTS[16][:1], 64: EXPERTS[64][:3], ANY: [EXPERTS[ANY][0], EXPERTS[ANY][5]]}
@@ -70,7 +70,11 @@ EXPERTS_GROUP = {16: EXPERTS[16][:1], 64: EXPERTS[64][:3], ANY: [EXPERTS[ANY][0]
 GEMV = [Streaming(*shape) for shape in itertools.product(gemv.OUTPUTS, gemv.THREADS, (4, 8, 16))]
 GEMV_TOKENS = (1, 2, 4, 8)
 
-ATTENTION = [Attention(bn, warps, stages, 0) for bn in (64, 128) for warps in (2, 4) for stages in (3, 4)]
+ATTENTION = [
+    Attention(bn, warps, stages, 0)
+    for bn, warps in ((32, 1), (32, 2), (64, 1), (64, 2), (128, 4))
+    for stages in (2, 3, 5)
+]
 
 
 @dataclass(frozen=True)
@@ -141,17 +145,21 @@ class Tuner:
         from quantkit_runtime.kernels.triton import quantize
 
         found = []
-        for k in (1024, 2048, 4096, 8192, 16384):
-            x = torch.randn((4, 8192, k), device="cuda", dtype=torch.bfloat16, generator=self._random)
-            calls = ((warps, [_bound(quantize.quantize, one, 0, warps) for one in x]) for warps in (1, 2, 4, 8, 16))
-            found.append((k, self._best(f"quantize, {k} inputs", calls, str)))
-        return (*found, (ANY, found[-1][1]))
+        for bound, k in ((1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192), (ANY, 12288)):
+            x = torch.randn((3, 8192, 2 * k), device="cuda", dtype=torch.bfloat16, generator=self._random)
+            runs = ((quantize.quantize, x.view(6, 8192, k)), (quantize.silu_mul_quantize, x))
+            calls = (
+                (warps, [[_bound(run, one, warps=warps) for one in inputs] for run, inputs in runs])
+                for warps in (1, 2, 4, 8, 16, 32)
+            )
+            found.append((bound, self._best(f"quantize, {k} inputs", calls, str)))
+        return tuple(found)
 
     def attention(self, context: int = 32768, sequences: int = 8) -> Attention:
         from quantkit_runtime.kernels.triton import attention
 
         args = paged_operands(sequences, context, int8_keys=True)
-        candidates = (replace(row, programs=programs) for programs in (264, 528, 1056) for row in ATTENTION)
+        candidates = (replace(row, programs=programs) for programs in (528, 1056, 2112) for row in ATTENTION)
         calls = ((config, [_bound(attention.paged_decode, *args, 0.088, config=config)]) for config in candidates)
         best: Attention = self._best(f"decode attention, {sequences} x {context}", calls, str)
         return best

@@ -81,7 +81,6 @@ class Tuning:
         grouped, grouped_group: tiles of routed experts by the mean number of rows of an expert.
         quantize: (elements of a row, warps): the first row whose bound is not exceeded.
         attention: of decode.
-        ahead_bytes: of the next weight that are read into the cache during a small kernel; 0 where that does not pay.
     """
 
     gemv_rows: int
@@ -92,7 +91,6 @@ class Tuning:
     grouped_group: tuple[tuple[int, Tile], ...]
     quantize: tuple[tuple[int, int], ...]
     attention: Attention
-    ahead_bytes: int = 0
 
     def streaming(self, tokens: int) -> Streaming:
         return _first(self.gemv, tokens)
@@ -170,7 +168,6 @@ def from_json(rows: Mapping[str, Any]) -> Tuning:
         grouped_group=tiles("grouped_group"),
         quantize=tuple((int(bound), int(warps)) for bound, warps in rows["quantize"]),
         attention=Attention(**rows["attention"]),
-        ahead_bytes=int(rows.get("ahead_bytes", 0)),
     )
 
 

@@ -24,7 +24,7 @@ GEMM = {
 }  # fmt: skip
 QUANTIZE = {
     "x": "*bf16", "q": "*i8", "scale": "*fp32", "k": "i32=16", "groups": "i32", "residual": "*bf16", "weight": "*bf16",
-    "normed": "*bf16", "total": "*bf16", "eps": "fp32", "gate_up": "*bf16", "ahead": "*i8", "rows": "i32",
+    "normed": "*bf16", "total": "*bf16", "eps": "fp32", "gate_up": "*bf16",
 }  # fmt: skip
 ROUTING = {
     "index": "*i64", "slots": "*i32", "tile_expert": "*i32", "count": "i32", "tiles": "i32", "out": "*bf16",
@@ -33,7 +33,7 @@ ROUTING = {
 ATTENTION = {
     "q": "*bf16", "k": "*i8", "k_scale": "*fp32", "v": "*bf16", "table": "*i32", "lengths": "*i32", "part": "*fp32",
     "part_max": "*fp32", "part_sum": "*fp32", "scale": "fp32", "softcap": "fp32", "window": "i32", "heads": "i32",
-    "max_blocks": "i32", "dim": "i32=16", "dim_v": "i32=16", "shares": "i32", "ahead": "*i8", "sinks": "*fp32",
+    "max_blocks": "i32", "dim": "i32=16", "dim_v": "i32=16", "shares": "i32", "sinks": "*fp32",
     "out": "*bf16",
 }  # fmt: skip
 CACHE = {
@@ -48,13 +48,13 @@ def _gemm(bm: int, bn: int, share: int, group: int, swap: bool, warps: int) -> t
     return gemm._gemm, GEMM, {**sizes, "EVEN_K": True}, warps
 
 
-_ROW = {"GROUP": 4096, "G": 1, "W": 4096, "PART": quantize.PART}
+_ROW = {"GROUP": 4096, "G": 1, "W": 4096}
 _NORM = {"RESIDUAL": True, "UNIT_OFFSET": False, "KEEP": True}
 _SHARE = {
     "v_scale": None, "REP": 4, "PAGE": 16, "INT8_K": True, "INT8_V": False, "SOFTCAP": False, "BH": 16, "BN": 64,
-    "BD": 128, "BV": 128, "PART": quantize.PART,
+    "BD": 128, "BV": 128,
 }  # fmt: skip
-_FLOAT_KEYS = {"INT8_K": False, "k_scale": None, "PART": 0, "ahead": None}
+_FLOAT_KEYS = {"INT8_K": False, "k_scale": None}
 _ALIGN = {"E": 128, "BINS": 256, "BLOCK": 128, "CHUNK": 1024, "FILL": 128}
 _WRITE = {"v_scale": None, "PAGE": 16, "DIM": 128, "INT8_K": True, "INT8_V": False, "BD": 128}
 
@@ -65,14 +65,11 @@ KERNELS: dict[str, tuple[Any, ...]] = {
     "gemm, groups": _gemm(128, 128, 0, 128, False, 8),
     "gemm, experts": _gemm(128, 128, 8, 0, False, 8),
     "quantize": (quantize._quantize, QUANTIZE, _ROW, 4),
-    "quantize, nothing ahead": (quantize._quantize, QUANTIZE, {**_ROW, "PART": 0, "ahead": None}, 4),
     "norm_quantize": (quantize._norm_quantize, QUANTIZE, {**_ROW, **_NORM}, 4),
-    "norm_quantize, nothing ahead": (quantize._norm_quantize, QUANTIZE, {**_ROW, **_NORM, "PART": 0, "ahead": None}, 4),
     "silu_mul_quantize": (quantize._silu_mul_quantize, QUANTIZE, _ROW, 4),
     "align": (routing._align, ROUTING, _ALIGN, 4),
     "combine": (routing._combine, ROUTING, {"K": 8, "E": 128, "BH": 2048}, 4),
     "paged_decode": (attention._share, ATTENTION, _SHARE, 4),
-    "paged_decode, nothing ahead": (attention._share, ATTENTION, {**_SHARE, "PART": 0, "ahead": None}, 4),
     "paged_decode, float keys": (attention._share, {**ATTENTION, "k": "*bf16"}, {**_SHARE, **_FLOAT_KEYS}, 4),
     "paged_decode, join": (attention._join, ATTENTION, {"SINKS": True, "BS": 16, "BV": 128}, 4),
     "rope_write": (cache._rope_write, CACHE, _WRITE, 1),
@@ -85,6 +82,7 @@ PRODUCTS = [name for name in KERNELS if name.startswith("gemm")] + ["paged_decod
 
 def assembly(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, target: str) -> str:
     """AMD assembly of a kernel."""
+    constants = {**constants, "OVERLAP": False} if "OVERLAP" in kernel.arg_names else constants
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         kind, _, aligned = ("constexpr" if name in constants else types[name]).partition("=")

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit_runtime.kernels.triton.quantize import PART, parts_ahead, read_ahead
+from quantkit_runtime.kernels.triton.overlap import after_previous, overlap
 from quantkit_runtime.kernels.tuning import Attention, tuning
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -21,16 +21,13 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _share(
     q, k, k_scale, v, v_scale, table, lengths, part, part_max, part_sum, scale, softcap, window, heads, max_blocks,
-    dim, dim_v, shares, ahead, REP: tl.constexpr, PAGE: tl.constexpr, INT8_K: tl.constexpr, INT8_V: tl.constexpr,
-    SOFTCAP: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, PART: tl.constexpr,
+    dim, dim_v, shares, REP: tl.constexpr, PAGE: tl.constexpr, INT8_K: tl.constexpr, INT8_V: tl.constexpr,
+    SOFTCAP: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     seq, kv_head, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
-    if PART > 0:
-        if share >= shares:
-            mine = ((share - shares) * tl.num_programs(0) + seq) * kv_heads + kv_head
-            read_ahead(ahead, part_max + 2 * tl.num_programs(0) * heads * shares, mine, PART)
-            return
+    after_previous(OVERLAP)
     length = tl.load(lengths + seq)
     start = 0
     if window > 0:
@@ -93,7 +90,8 @@ def _share(
 
 @triton.jit
 def _join(part, part_max, part_sum, sinks, out, heads, shares, dim_v, SINKS: tl.constexpr, BS: tl.constexpr,
-          BV: tl.constexpr):  # fmt: skip
+          BV: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    after_previous(OVERLAP)
     row = tl.program_id(0)
     s, e = tl.arange(0, BS), tl.arange(0, BV)
     tops = tl.load(part_max + row * shares + s, mask=s < shares, other=-float("inf"))
@@ -128,7 +126,6 @@ def paged_decode(
     sinks: Tensor | None = None,
     window: int = 0,
     softcap: float = 0.0,
-    ahead: Tensor | None = None,
     config: Attention | None = None,
 ) -> Tensor:
     """See `kernels.registry`; `config` overrides the device's table.
@@ -144,18 +141,17 @@ def paged_decode(
     longest = min(block_table.shape[1] * page, window or block_table.shape[1] * page)
     shares = config.shares(b * kv_heads, longest)
     part = q_BHD.new_empty((b, h, shares, dim_v), dtype=torch.float32)
-    ends = q_BHD.new_empty(2 * b * h * shares + 1, dtype=torch.float32)[:-1].view(2, b, h, shares)
-    more = parts_ahead(ahead) // (b * kv_heads)
+    ends = q_BHD.new_empty((2, b, h, shares), dtype=torch.float32)
     bv = triton.next_power_of_2(dim_v)
-    _share[(b, kv_heads, shares + more)](
+    _share[(b, kv_heads, shares)](
         q_BHD.contiguous(), k_cache, k_scale, v_cache, v_scale, block_table, lengths, part, ends[0], ends[1],
-        scale, softcap, window, h, block_table.stride(0), dim, dim_v, shares, ahead,
+        scale, softcap, window, h, block_table.stride(0), dim, dim_v, shares,
         REP=h // kv_heads, PAGE=page, INT8_K=k_scale is not None, INT8_V=v_scale is not None, SOFTCAP=softcap > 0,
         BH=max(16, triton.next_power_of_2(h // kv_heads)), BN=config.bn, BD=max(32, triton.next_power_of_2(dim)),
-        BV=max(16, bv), PART=PART if more else 0, num_warps=config.warps, num_stages=config.stages,
+        BV=max(16, bv), **overlap(), num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     _join[(b * h,)](
         part, ends[0], ends[1], sinks, out, h, shares, dim_v,
-        SINKS=sinks is not None, BS=triton.next_power_of_2(shares), BV=bv,
+        SINKS=sinks is not None, BS=triton.next_power_of_2(shares), BV=bv, **overlap(),
     )  # fmt: skip
     return out

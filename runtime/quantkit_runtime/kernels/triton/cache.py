@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantkit_runtime.kernels.triton.overlap import after_previous, overlap
 from quantkit_runtime.kernels.triton.quantize import absmax_scale, rounded_quotient
 
 
@@ -13,7 +14,9 @@ from quantkit_runtime.kernels.triton.quantize import absmax_scale, rounded_quoti
 def _rope_write(
     qkv, cos, sin, places, q_out, k_cache, k_scale, v_cache, v_scale, heads, kv_heads,
     PAGE: tl.constexpr, DIM: tl.constexpr, INT8_K: tl.constexpr, INT8_V: tl.constexpr, BD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    after_previous(OVERLAP)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, BD)
     inside = d < DIM
@@ -70,6 +73,7 @@ def rope_write(
         _rope_write[(tokens, heads + 2 * kv_heads)](
             qkv_TD.contiguous(), cos_TR.contiguous(), sin_TR.contiguous(), places, q,
             k_cache, k_scale, v_cache, v_scale, heads, kv_heads, PAGE=page, DIM=dim,
-            INT8_K=k_scale is not None, INT8_V=v_scale is not None, BD=triton.next_power_of_2(dim), num_warps=1,
+            INT8_K=k_scale is not None, INT8_V=v_scale is not None, BD=triton.next_power_of_2(dim),
+            num_warps=1, **overlap(),
         )  # fmt: skip
     return q

@@ -2,9 +2,6 @@
 
 A row lies in registers as `[groups, group]` (one group for a scale per token), is read once and written once. The
 arithmetic is that of `quantkit.arithmetic` bit for bit: correctly rounded quotients, round half to even.
-
-While few rows leave most of the card idle, further programs can read `ahead`, the weight of the next product, into the
-cache; they change nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ from torch import Tensor
 
 from quantkit.arithmetic import SCALE_FLOOR
 from quantkit_runtime.kernels.reference import Normed
+from quantkit_runtime.kernels.triton.overlap import after_previous, overlap
 from quantkit_runtime.kernels.tuning import tuning
 
 _FLOOR = tl.constexpr(SCALE_FLOOR)
@@ -44,13 +42,6 @@ def rounded_quotient(value, scale):
 
 
 @triton.jit
-def read_ahead(ahead, sink, part, PART: tl.constexpr):
-    """Read 4 x PART bytes of `ahead`; the sum goes to a place that nobody reads, so that the reads stay."""
-    values = tl.load(ahead.to(tl.pointer_type(tl.int32)) + part.to(tl.int64) * PART + tl.arange(0, PART))
-    tl.store(sink, tl.sum(values, axis=0).to(tl.float32))
-
-
-@triton.jit
 def _store_quantized(q, scale, value, offs, inside, row, groups, G: tl.constexpr):
     s = absmax_scale(value)
     tl.store(q + offs, rounded_quotient(value, s), mask=inside)
@@ -60,13 +51,10 @@ def _store_quantized(q, scale, value, offs, inside, row, groups, G: tl.constexpr
 
 @triton.jit
 def _quantize(
-    x, q, scale, k, groups, ahead, rows, GROUP: tl.constexpr, G: tl.constexpr, W: tl.constexpr, PART: tl.constexpr
+    x, q, scale, k, groups, GROUP: tl.constexpr, G: tl.constexpr, W: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if PART > 0:
-        if row >= rows:
-            read_ahead(ahead, scale + rows * groups, row - rows, PART)
-            return
+    after_previous(OVERLAP)
     g, j = tl.arange(0, G), tl.arange(0, W)
     inside = (g[:, None] < groups) & (j[None, :] < GROUP)
     offs = row * k + g[:, None] * GROUP + j[None, :]
@@ -76,15 +64,12 @@ def _quantize(
 
 @triton.jit
 def _norm_quantize(
-    x, residual, weight, q, scale, normed, total, k, eps, groups, ahead, rows,
+    x, residual, weight, q, scale, normed, total, k, eps, groups,
     RESIDUAL: tl.constexpr, UNIT_OFFSET: tl.constexpr, KEEP: tl.constexpr,
-    GROUP: tl.constexpr, G: tl.constexpr, W: tl.constexpr, PART: tl.constexpr,
+    GROUP: tl.constexpr, G: tl.constexpr, W: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if PART > 0:
-        if row >= rows:
-            read_ahead(ahead, scale + rows * groups, row - rows, PART)
-            return
+    after_previous(OVERLAP)
     g, j = tl.arange(0, G), tl.arange(0, W)
     inside = (g[:, None] < groups) & (j[None, :] < GROUP)
     place = g[:, None] * GROUP + j[None, :]
@@ -111,13 +96,10 @@ def _norm_quantize(
 
 @triton.jit
 def _silu_mul_quantize(
-    gate_up, q, scale, k, groups, ahead, rows, GROUP: tl.constexpr, G: tl.constexpr, W: tl.constexpr, PART: tl.constexpr
+    gate_up, q, scale, k, groups, GROUP: tl.constexpr, G: tl.constexpr, W: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if PART > 0:
-        if row >= rows:
-            read_ahead(ahead, scale + rows * groups, row - rows, PART)
-            return
+    after_previous(OVERLAP)
     g, j = tl.arange(0, G), tl.arange(0, W)
     inside = (g[:, None] < groups) & (j[None, :] < GROUP)
     place = g[:, None] * GROUP + j[None, :]
@@ -129,13 +111,13 @@ def _silu_mul_quantize(
     _store_quantized(q, scale, value, row * k + place, inside, row, groups, G)
 
 
-def quantize(x_TK: Tensor, group_size: int = 0, ahead: Tensor | None = None, warps: int = 0) -> tuple[Tensor, Tensor]:
+def quantize(x_TK: Tensor, group_size: int = 0, warps: int = 0) -> tuple[Tensor, Tensor]:
     """See `kernels.registry`; `warps` overrides the device's table."""
     x = x_TK.contiguous()
-    q, scale, sizes = _outputs(x, x.shape[1], group_size, ahead)
+    q, scale, sizes = _outputs(x, x.shape[1], group_size)
     sizes["num_warps"] = warps or sizes["num_warps"]
     if x.shape[0]:
-        _quantize[_grid(x, ahead)](x, q, scale, x.shape[1], scale.shape[1], ahead, x.shape[0], **sizes)
+        _quantize[(x.shape[0],)](x, q, scale, x.shape[1], scale.shape[1], **sizes)
     return q, scale
 
 
@@ -147,51 +129,38 @@ def norm_quantize(
     unit_offset: bool = False,
     group_size: int = 0,
     keep: bool = True,
-    ahead: Tensor | None = None,
 ) -> Normed:
     """See `kernels.registry`."""
     x = x_TK.contiguous()
-    q, scale, sizes = _outputs(x, x.shape[1], group_size, ahead)
+    q, scale, sizes = _outputs(x, x.shape[1], group_size)
     normed = torch.empty_like(x) if keep else x
     residual = x if residual_TK is None else residual_TK.contiguous()
     total = x if residual_TK is None else torch.empty_like(x)
     if x.shape[0]:
-        _norm_quantize[_grid(x, ahead)](
-            x, residual, weight_K, q, scale, normed, total, x.shape[1], eps, scale.shape[1], ahead, x.shape[0],
+        _norm_quantize[(x.shape[0],)](
+            x, residual, weight_K, q, scale, normed, total, x.shape[1], eps, scale.shape[1],
             RESIDUAL=residual_TK is not None, UNIT_OFFSET=unit_offset, KEEP=keep, **sizes,
         )  # fmt: skip
     return Normed(q, scale, normed if keep else None, total)
 
 
-def silu_mul_quantize(gate_up_TI: Tensor, group_size: int = 0, ahead: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See `kernels.registry`."""
+def silu_mul_quantize(gate_up_TI: Tensor, group_size: int = 0, warps: int = 0) -> tuple[Tensor, Tensor]:
+    """See `kernels.registry`; `warps` overrides the device's table."""
     x = gate_up_TI.contiguous()
     inner = x.shape[1] // 2
-    q, scale, sizes = _outputs(x, inner, group_size, ahead)
+    q, scale, sizes = _outputs(x, inner, group_size)
+    sizes["num_warps"] = warps or sizes["num_warps"]
     if x.shape[0]:
-        _silu_mul_quantize[_grid(x, ahead)](x, q, scale, inner, scale.shape[1], ahead, x.shape[0], **sizes)
+        _silu_mul_quantize[(x.shape[0],)](x, q, scale, inner, scale.shape[1], **sizes)
     return q, scale
 
 
-PART = 4096
-"""int32 that a program reads ahead."""
-
-
-def _grid(x: Tensor, ahead: Tensor | None) -> tuple[int]:
-    return (x.shape[0] + parts_ahead(ahead),)
-
-
-def parts_ahead(ahead: Tensor | None) -> int:
-    """Programs that read `ahead`."""
-    return 0 if ahead is None else ahead.nbytes // (4 * PART)
-
-
-def _outputs(x: Tensor, k: int, group_size: int, ahead: Tensor | None) -> tuple[Tensor, Tensor, dict[str, int]]:
-    """int8 `[T, k]`, scales (with a place behind them for `read_ahead`), and the kernel's sizes."""
+def _outputs(x: Tensor, k: int, group_size: int) -> tuple[Tensor, Tensor, dict[str, int]]:
+    """int8 `[T, k]`, scales, and the kernel's sizes."""
     group = group_size or k
     groups = k // group
     q = x.new_empty((x.shape[0], k), dtype=torch.int8)
-    scale = x.new_empty(x.shape[0] * groups + 1, dtype=torch.float32)[:-1].view(-1, groups)
+    scale = x.new_empty((x.shape[0], groups), dtype=torch.float32)
     g, w = triton.next_power_of_2(groups), triton.next_power_of_2(group)
     warps = tuning().quantize_warps(g * w)
-    return q, scale, {"GROUP": group, "G": g, "W": w, "PART": 0 if ahead is None else PART, "num_warps": warps}
+    return q, scale, {"GROUP": group, "G": g, "W": w, **overlap(), "num_warps": warps}
