@@ -39,7 +39,7 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help venv demo test lint lint-format lint-rules lint-types format smollm2 clean
-.PHONY: peers bench bench-accuracy interop interop-acceptance
+.PHONY: kernels kernel-tools bench-gpu peers bench bench-accuracy interop interop-acceptance
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -76,6 +76,20 @@ smollm2: venv  ## fetch SmolLM2-135M-Instruct, the real dense model of the tests
 # One thread for each worker: more of them only fight for the cores.
 test: venv smollm2  ## run all tests
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(OFFLINE) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Nothing that is there is replaced: a vendor's Triton (SYSTEM_TORCH=1) and hipcc stay.
+kernel-tools: venv  ## install what checks the kernels without a card: Triton, and hipcc on Debian (700 MB)
+	@$(BIN)/python -c 'import triton' 2>/dev/null \
+	    || $(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt triton
+	@command -v hipcc >/dev/null || { \
+	    sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; \
+	    $$sudo apt-get update -qq; \
+	    DEBIAN_FRONTEND=noninteractive $$sudo apt-get -o DPkg::Lock::Timeout=300 install -y -qq \
+	        --no-install-recommends hipcc libamdhip64-dev >/dev/null; }
+
+# Interpreted by Triton, compiled for AMD cards, run on the CPU through the shim; missing tools are failures here.
+kernels: kernel-tools  ## check the kernels without a card
+	OMP_NUM_THREADS=1 QUANTKIT_KERNEL_TOOLS=required $(OFFLINE) $(BIN)/python -m pytest $(PYTEST_ARGS) tests/runtime/kernels
 
 # Three targets, so that `make -k lint` reports everything and not only the first kind of finding.
 lint: lint-format lint-rules lint-types  ## check format, lint rules and types
@@ -127,6 +141,9 @@ interop-acceptance: venv smollm2  ## serve it with vLLM's CPU build and let `qua
 	    --texts 1 --tokens 256 --new-tokens 24 --long-tokens 1 --probe-tokens 32
 	@$(OFFLINE) $(BIN)/python tests/bench/accept_vllm.py build/bench/acceptance/checkpoint \
 	    -o build/bench/acceptance/report --baseline build/bench/acceptance/baseline
+
+bench-gpu:  ## on a card, with any python that has torch and Triton: PYTHON=python3; tunes first
+	$(PYTHON) tests/bench/gpu_kernels.py --tune
 
 clean:  ## remove the environment, caches and what was generated; fetched models stay
 	@if [ -f $(VENV)/pyvenv.cfg ]; then rm -rf $(VENV); fi

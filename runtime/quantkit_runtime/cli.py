@@ -15,6 +15,7 @@ COMMANDS = {
     "doctor": "quantkit_runtime.commands.doctor",
     "generate": "quantkit_runtime.commands.generate",
     "smoke-load": "quantkit_runtime.commands.smoke_load",
+    "tune": "quantkit_runtime.commands.tune",
 }
 """Command -> module whose `command` implements it."""
 

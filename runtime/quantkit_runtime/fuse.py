@@ -57,7 +57,20 @@ def apply(model: nn.Module, names: Iterable[str] | None = None) -> list[Outcome]
     if unknown := sorted(set(chosen) - set(PASSES)):
         raise UsageError(f"unknown fusion {', '.join(unknown)}", choices=list(PASSES))
     with torch.no_grad():
-        return [_outcome(name, PASSES[name](model)) for name in PASSES if name in chosen]
+        done = [_outcome(name, PASSES[name](model)) for name in PASSES if name in chosen]
+    model.fusions = done  # type: ignore[assignment]
+    return done
+
+
+def outcomes(model: nn.Module) -> list[Outcome]:
+    """What `apply` did to a model."""
+    found: list[Outcome] = getattr(model, "fusions", [])
+    return found
+
+
+def parse(text: str) -> list[str] | None:
+    """Names of `--fuse`: "all", "none", or names with commas."""
+    return None if text == "all" else [] if text == "none" else [name.strip() for name in text.split(",")]
 
 
 def _outcome(name: str, results: Iterator[tuple[str, str]]) -> Outcome:

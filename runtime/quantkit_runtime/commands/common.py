@@ -24,6 +24,12 @@ _OPTIONS = (
     click.option("--kv-values", default="auto", **_SHOWN, help="Values in the KV cache; auto is the compute dtype."),
     click.option("--kv-block", type=click.IntRange(1), default=16, **_SHOWN, help="Positions in a KV block."),
     click.option("--chunk", type=click.IntRange(1), default=512, **_SHOWN, help="Tokens of a prefill forward."),
+    click.option(
+        "--fuse",
+        default="all",
+        **_SHOWN,
+        help="Fusions: all, none, or of qkv, gate_up, act_quant, norm_quant, by commas.",
+    ),
     click.option("--no-graphs", is_flag=True, help="Do not record decode steps as graphs."),
     click.option("--no-verify", is_flag=True, help="Do not check checksums while reading."),
 )
@@ -47,6 +53,7 @@ def open_session(
     kv_values: str,
     kv_block: int,
     chunk: int,
+    fuse: str,
     no_graphs: bool,
     no_verify: bool,
     sampling: Sampling | None = None,
@@ -54,6 +61,7 @@ def open_session(
 ) -> tuple[LoadedModel, Engine, MemoryTable]:
     """Load a folder and start a session for `batch` sequences of `context` positions."""
     from quantkit_runtime import device as devices
+    from quantkit_runtime import fuse as fusions
     from quantkit_runtime import session
     from quantkit_runtime.graft import load_model
     from quantkit_runtime.kv_cache import KvFormat
@@ -67,6 +75,7 @@ def open_session(
     loaded = load_model(
         folder, on, compute, verify=not no_verify, cache_tokens=context, prompt_tokens=tokens, kv_format=kv
     )
+    fusions.apply(loaded.model, fusions.parse(fuse))
     options = session.Options(context, kv, batch, tokens, not no_graphs, sampling or Sampling(), stop)
     with out_of_memory_as_error(loaded.memory):
         engine, table = session.start(loaded, options)
@@ -75,6 +84,9 @@ def open_session(
 
 def session_report(loaded: LoadedModel, engine: Engine, table: MemoryTable) -> dict[str, Any]:
     """What a session runs on, for `--json`."""
+    from quantkit_runtime.fuse import outcomes
+    from quantkit_runtime.kernels.registry import skipped
+
     runner = engine.runner
     return {
         "device": loaded.device.line,
@@ -82,16 +94,25 @@ def session_report(loaded: LoadedModel, engine: Engine, table: MemoryTable) -> d
         "kv_cache": runner.kind,
         "graphs": sorted(runner.graphs),
         "eager_because": "" if runner.graphs else runner.eager_because,
+        "fusions": {row.name: {"fused": len(row.fused), "refused": row.refused} for row in outcomes(loaded.model)},
+        "kernels_passed_over": skipped(loaded.device.family),
         "memory": {**dict(table.rows()), "fits": table.fits()},
     }
 
 
 def print_session(out: Console, loaded: LoadedModel, engine: Engine, table: MemoryTable) -> None:
     """The memory table and what serves."""
+    from quantkit_runtime.fuse import outcomes
+    from quantkit_runtime.kernels.registry import skipped
+
     runner = engine.runner
     graphs = f"graphs of {len(runner.graphs)} batch sizes" if runner.graphs else f"eager ({runner.eager_because})"
     out.print(f"device: {loaded.device.line}; computes in {str(loaded.dtype).removeprefix('torch.')}")
     out.print(f"KV cache: {runner.kind}; decode steps: {graphs}", markup=False)
+    for line in [f"fusion {row.line}" for row in outcomes(loaded.model)]:
+        out.print(line, markup=False)
+    for line in skipped(loaded.device.family):
+        out.print(f"kernel passed over: {line}", markup=False)
     print_table(out, "Memory", ["what", "size"], [[name, human_size(size)] for name, size in table.rows()])
     if table.fits():
         rows = [[str(batch), f"{context:,}"] for batch, context in table.fits()]

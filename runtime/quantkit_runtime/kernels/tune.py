@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.errors import UsageError
 from quantkit_runtime.kernels import gemv, registry
 from quantkit_runtime.kernels.timing import call_us, copies
 from quantkit_runtime.kernels.tuning import Attention, Streaming, Tile, Tuning, tuning
@@ -38,8 +40,8 @@ DENSE = {
     )],
     ANY: [Tile(bm, bn, bk, warps, stages, band) for bm, bn, bk, warps, stages, band in (
         (128, 256, 128, 8, 3, 8), (128, 256, 128, 8, 4, 8), (128, 256, 128, 8, 4, 16), (256, 128, 128, 8, 4, 8),
-        (256, 128, 128, 8, 3, 16), (128, 128, 128, 8, 4, 8), (128, 128, 128, 4, 3, 8), (128, 128, 64, 4, 5, 8),
-        (128, 128, 64, 4, 4, 16), (128, 256, 64, 8, 5, 8), (64, 256, 128, 4, 2, 8), (64, 256, 64, 4, 4, 8),
+        (256, 128, 128, 8, 3, 16), (128, 128, 128, 8, 4, 8), (128, 128, 128, 4, 3, 4), (128, 128, 128, 4, 3, 8),
+        (128, 128, 128, 4, 3, 16), (128, 128, 128, 4, 3, 32), (128, 128, 64, 4, 6, 16),
     )],
 }  # fmt: skip
 """Candidates by the bound of the number of tokens; measured at the bound, the last at 4096."""
@@ -70,11 +72,7 @@ EXPERTS_GROUP = {16: EXPERTS[16][:1], 64: EXPERTS[64][:3], ANY: [EXPERTS[ANY][0]
 GEMV = [Streaming(*shape) for shape in itertools.product(gemv.OUTPUTS, gemv.THREADS, (4, 8, 16))]
 GEMV_TOKENS = (1, 2, 4, 8)
 
-ATTENTION = [
-    Attention(bn, warps, stages, 0)
-    for bn, warps in ((32, 1), (32, 2), (64, 1), (64, 2), (128, 4))
-    for stages in (2, 3, 5)
-]
+ATTENTION = [Attention(bn, warps, stages, 0) for bn, warps in ((32, 2), (64, 2), (128, 4)) for stages in (3, 4, 5)]
 
 
 @dataclass(frozen=True)
@@ -84,6 +82,16 @@ class Measured:
     what: str
     candidate: str
     us: float
+
+
+def require_triton() -> None:
+    """Refuse to tune without Triton.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise UsageError("Triton is not installed", "install the Triton of this torch (pip, or the vendor's wheel)")
 
 
 class Tuner:
@@ -110,7 +118,8 @@ class Tuner:
             gemm=self.dense(DENSE, 0),
             gemm_group=self.dense(DENSE_GROUP, GROUP),
             grouped=self.experts(EXPERTS, 0),
-            attention=self.attention(),
+            attention=self.attention(int8_keys=True),
+            attention_float=self.attention(int8_keys=False),
             quantize=self.quantize(),
         )
         blocks_of = {bound: tile.bm for bound, tile in table.grouped}
@@ -155,13 +164,14 @@ class Tuner:
             found.append((bound, self._best(f"quantize, {k} inputs", calls, str)))
         return tuple(found)
 
-    def attention(self, context: int = 32768, sequences: int = 8) -> Attention:
+    def attention(self, *, int8_keys: bool, context: int = 32768, sequences: int = 8) -> Attention:
         from quantkit_runtime.kernels.triton import attention
 
-        args = paged_operands(sequences, context, int8_keys=True)
+        args = paged_operands(sequences, context, int8_keys=int8_keys)
         candidates = (replace(row, programs=programs) for programs in (528, 1056, 2112) for row in ATTENTION)
         calls = ((config, [_bound(attention.paged_decode, *args, 0.088, config=config)]) for config in candidates)
-        best: Attention = self._best(f"decode attention, {sequences} x {context}", calls, str)
+        keys = "int8" if int8_keys else "float"
+        best: Attention = self._best(f"decode attention, {sequences} x {context}, {keys} keys", calls, str)
         return best
 
     def handover(self, table: Tuning) -> int:

@@ -63,6 +63,10 @@ class Attention:
     stages: int
     programs: int
 
+    def stages_of(self, longest: int, shares: int) -> int:
+        """Triton's stages: no more than a program has steps."""
+        return max(1, min(self.stages, -(-longest // (shares * self.bn))))
+
     def shares(self, sequences: int, longest: int) -> int:
         """Programs that share a sequence and key head, a power of two of at most 64, with a step's work each."""
         wanted = min(self.programs // max(1, sequences), -(-longest // self.bn), 64)
@@ -80,7 +84,7 @@ class Tuning:
         gemm_group: the same for activations quantized per group.
         grouped, grouped_group: tiles of routed experts by the mean number of rows of an expert.
         quantize: (elements of a row, warps): the first row whose bound is not exceeded.
-        attention: of decode.
+        attention, attention_float: of decode over INT8 and over float keys.
     """
 
     gemv_rows: int
@@ -91,6 +95,7 @@ class Tuning:
     grouped_group: tuple[tuple[int, Tile], ...]
     quantize: tuple[tuple[int, int], ...]
     attention: Attention
+    attention_float: Attention
 
     def streaming(self, tokens: int) -> Streaming:
         return _first(self.gemv, tokens)
@@ -168,8 +173,29 @@ def from_json(rows: Mapping[str, Any]) -> Tuning:
         grouped_group=tiles("grouped_group"),
         quantize=tuple((int(bound), int(warps)) for bound, warps in rows["quantize"]),
         attention=Attention(**rows["attention"]),
+        attention_float=Attention(**rows["attention_float"]),
     )
 
 
 def as_json(found: Tuning) -> dict[str, Any]:
+    """The table as JSON."""
     return asdict(found)
+
+
+def write(path: Path, arch: str, found: Tuning) -> None:
+    """Put a card's table into a file of tables; those of other cards stay.
+
+    Raises:
+        InputError: the file is there and is none of tables.
+    """
+    tables: dict[str, Any] = {}
+    if path.is_file():
+        try:
+            tables = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise InputError(f"{path} holds no tuning tables ({error})", "move it away, or give --output") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    part.write_text(json.dumps({**tables, arch: as_json(found)}, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+    tuning.cache_clear()

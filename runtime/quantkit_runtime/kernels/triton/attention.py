@@ -60,6 +60,7 @@ def _share(
         block = tl.load(table + seq.to(tl.int64) * max_blocks + n // PAGE, mask=seen, other=0).to(tl.int64)
         place = (block * kv_heads + kv_head) * PAGE + n % PAGE
         k_tile = tl.load(k + place[:, None] * dim + d[None, :], mask=seen[:, None] & (d[None, :] < dim), other=0)
+        v_tile = tl.load(v + place[:, None] * dim_v + e[None, :], mask=seen[:, None] & (e[None, :] < dim_v), other=0)
         if INT8_K:
             k_turned = tl.trans(k_tile)
             score = tl.dot(q_high, k_turned, out_dtype=tl.int32).to(tl.float32)
@@ -77,7 +78,6 @@ def _share(
         kept = tl.exp2(top - safe)
         p = tl.exp2(score - safe[:, None])
         weight = weight * kept + tl.sum(p, axis=1)
-        v_tile = tl.load(v + place[:, None] * dim_v + e[None, :], mask=seen[:, None] & (e[None, :] < dim_v), other=0)
         if INT8_V:
             p *= tl.load(v_scale + place, mask=seen, other=0.0)[None, :]
         acc = acc * kept[:, None] + tl.dot(p.to(q_tile.dtype), v_tile.to(q_tile.dtype), input_precision="ieee")
@@ -137,7 +137,8 @@ def paged_decode(
     out = q_BHD.new_empty((b, h, dim_v))
     if not b:
         return out
-    config = config or tuning().attention
+    table = tuning()
+    config = config or (table.attention_float if k_scale is None else table.attention)
     longest = min(block_table.shape[1] * page, window or block_table.shape[1] * page)
     shares = config.shares(b * kv_heads, longest)
     part = q_BHD.new_empty((b, h, shares, dim_v), dtype=torch.float32)
@@ -148,7 +149,7 @@ def paged_decode(
         scale, softcap, window, h, block_table.stride(0), dim, dim_v, shares,
         REP=h // kv_heads, PAGE=page, INT8_K=k_scale is not None, INT8_V=v_scale is not None, SOFTCAP=softcap > 0,
         BH=max(16, triton.next_power_of_2(h // kv_heads)), BN=config.bn, BD=max(32, triton.next_power_of_2(dim)),
-        BV=max(16, bv), **overlap(), num_warps=config.warps, num_stages=config.stages,
+        BV=max(16, bv), **overlap(), num_warps=config.warps, num_stages=config.stages_of(longest, shares),
     )  # fmt: skip
     _join[(b * h,)](
         part, ends[0], ends[1], sinks, out, h, shares, dim_v,

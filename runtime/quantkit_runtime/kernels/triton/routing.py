@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit_runtime.kernels.reference import Alignment, most_tiles
+from quantkit_runtime.kernels.triton.overlap import after_previous, overlap
 
 _CHUNK = 4096
 
@@ -50,7 +51,8 @@ def _align(
 
 
 @triton.jit
-def _combine(out, weights, index, total, h, K: tl.constexpr, E: tl.constexpr, BH: tl.constexpr):
+def _combine(out, weights, index, total, h, K: tl.constexpr, E: tl.constexpr, BH: tl.constexpr, OVERLAP: tl.constexpr):
+    after_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BH + tl.arange(0, BH)
     acc = tl.zeros((BH,), dtype=tl.float32)
@@ -85,6 +87,6 @@ def combine(out_SH: Tensor, weights_Tk: Tensor, index_Tk: Tensor, experts: int) 
     if tokens:
         bh = min(2048, triton.next_power_of_2(h))
         _combine[(tokens, triton.cdiv(h, bh))](
-            out_SH, weights_Tk.contiguous(), index_Tk.contiguous(), total, h, K=k, E=experts, BH=bh
+            out_SH, weights_Tk.contiguous(), index_Tk.contiguous(), total, h, K=k, E=experts, BH=bh, **overlap()
         )
     return total

@@ -1,0 +1,73 @@
+"""The start-up self-test passes what is right and finds what is wrong; a kernel that fails is passed over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit_runtime.kernels import int_mm, reference, registry, selftest
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "TOKENS", (1, 4, 33))
+
+
+@pytest.mark.parametrize("op", sorted(set(selftest.CASES) - {"expert_gemm"}))
+def test_the_reference_passes(op: str) -> None:
+    assert selftest.failure(op, getattr(reference, op), device="cpu") == ""
+
+
+def test_another_right_kernel_passes() -> None:
+    assert selftest.failure("w8a8_gemm", int_mm.w8a8_gemm, device="cpu") == ""
+
+
+def off_by_one(*arguments: Any) -> Tensor:
+    out = reference.w8a8_gemm(*arguments)
+    out[-1, -1] += 1 if arguments[1].max() == 1 else 0
+    return out
+
+
+def wrong_for_groups(x: Tensor, x_scale: Tensor, *rest: Any) -> Tensor:
+    return reference.w8a8_gemm(x, x_scale[:, :1].contiguous(), *rest)
+
+
+def wrong_above_one_token(x: Tensor, *rest: Any) -> Tensor:
+    return reference.w8a8_gemm(x, *rest) * (1 if len(x) == 1 else 1.001)
+
+
+def raises(*_: Any) -> Tensor:
+    raise RuntimeError("no kernel image is available")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "complaint"),
+    [
+        (off_by_one, "with 1 tokens: a result is off by 1"),
+        (wrong_for_groups, "with 1 tokens: a result is off"),
+        (wrong_above_one_token, "with 4 tokens: a result is off"),
+        (raises, "no kernel image is available"),
+        (lambda *arguments: reference.w8a8_gemm(*arguments)[:, :-1], "not torch.float32 [1, 135]"),
+    ],
+)
+def test_a_wrong_kernel_is_found(kernel: Any, complaint: str) -> None:
+    assert complaint in selftest.failure("w8a8_gemm", kernel, device="cpu")
+
+
+def test_a_nan_is_no_agreement() -> None:
+    assert selftest.failure("combine", lambda *a: reference.combine(*a) * torch.nan, device="cpu")
+
+
+def test_a_kernel_that_fails_is_passed_over_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_missing", lambda _: "")
+    monkeypatch.setattr(registry, "_failed", lambda row, _: "off by 3" if row.name == "triton" else "")
+    registry._usable.cache_clear()
+    try:
+        assert registry.names("w8a8_gemm", "hip") == ["streaming-gemv", "torch._int_mm"]
+        assert "w8a8_gemm by triton: off by 3" in registry.skipped("hip")
+    finally:
+        registry._usable.cache_clear()
+        registry._skipped.clear()
