@@ -9,9 +9,12 @@ import errno
 import importlib
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,8 +25,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C: 128 + SIGINT, as shells have it."""
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C, as shells have it; after another signal 128 and its number."""
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""What schedulers, `kill` and a lost terminal send."""
 
 _NO_WIDTH = 10_000
 """Columns of what is not a terminal: more than any row has."""
@@ -55,17 +61,48 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
 
 
+class Ended(KeyboardInterrupt):
+    """A signal that ends the process arrived: whatever cleans up after Ctrl-C does so after it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 @contextmanager
-def expected_failures() -> Iterator[None]:
-    """Print an expected failure without a traceback and exit with its code."""
+def _ends_orderly() -> Iterator[None]:
+    """Raise `Ended` on the signals of `_ENDING`, in the main thread; those that somebody handles or ignores stay so."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        for other in ours:
+            signal.signal(other, signal.SIG_DFL)  # a second one ends at once
+        raise Ended(number)
+
+    in_main = threading.current_thread() is threading.main_thread()
+    ours = [number for number in _ENDING if in_main and signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, end)
     try:
         yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def expected_failures() -> Iterator[None]:
+    """Print an expected failure, or that a signal ended the command, without a traceback; exit with its code."""
+    try:
+        with _ends_orderly():
+            yield
     except QuantkitError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        click.echo("interrupted: what is finished is kept; run the same command again to continue", err=True)
-        sys.exit(INTERRUPTED)
+    except KeyboardInterrupt as error:
+        number = error.number if isinstance(error, Ended) else signal.SIGINT
+        with suppress(OSError):  # after SIGHUP the terminal may be gone
+            click.echo("interrupted: what is finished is kept; run the same command again to continue", err=True)
+        sys.exit(128 + number)
     except OSError as error:
         if error.errno not in _OUTPUT_FAILS:
             raise

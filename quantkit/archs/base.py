@@ -22,6 +22,7 @@ from quantkit.archs.rules import (
     MODEL_PREFIXES,
     PARTS,
 )
+from quantkit.errors import InputError
 
 __all__ = ["PARTS", "Architecture", "Dims", "split_name", "text_config"]
 
@@ -84,8 +85,15 @@ class Architecture:
     notes: str = ""
 
     def role(self, name: str) -> Role:
-        """Row of a role for this family."""
-        return self.roles.get(name) or ROLES[name]
+        """Row of a role for this family.
+
+        Raises:
+            InputError: there is none (the names may come from a manifest).
+        """
+        found = self.roles.get(name) or ROLES.get(name)
+        if found is None:
+            raise InputError(f"no role is called {name}", choices=sorted({**ROLES, **self.roles}))
+        return found
 
     def layer_role(self, rest: str) -> str | None:
         return self.layer_rules.get(rest) or DEFAULT_LAYER_RULES.get(rest)

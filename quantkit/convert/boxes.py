@@ -79,3 +79,16 @@ def covered(found: Iterable[Box]) -> int:
     """Elements that boxes of one whole tensor cover; equal boxes (replicas) count once."""
     distinct = {(box.expert, box.start, box.stop, box.left, box.right): box.area for box in found}
     return sum(distinct.values())
+
+
+def overlap(found: Iterable[Box]) -> bool:
+    """Whether two distinct boxes of one whole tensor share elements: areas then say nothing about what is covered."""
+    distinct = {(-1 if box.expert is None else box.expert, *box[3:]) for box in found}
+    active: list[tuple[int, ...]] = []
+    for box in sorted(distinct):
+        expert, start, _, left, right = box
+        active = [other for other in active if other[0] == expert and other[2] > start]
+        if any(other[3] < right and left < other[4] for other in active):
+            return True
+        active.append(box)
+    return False

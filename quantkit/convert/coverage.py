@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from quantkit.convert.boxes import Box, boxes, covered
+from quantkit.convert.boxes import Box, boxes, covered, overlap
 from quantkit.spec.manifest import Manifest, TensorRecord
 
 
@@ -30,6 +30,8 @@ def check_coverage(manifest: Manifest, sizes: tuple[int, int]) -> tuple[int, lis
         expected = math.prod(shapes.pop())
         if covered(found) != expected:
             failures.append(f"{name}: the ranks hold {covered(found)} of {expected} elements")
+        if overlap(found):
+            failures.append(f"{name}: the parts of its ranks overlap")
         failures += _replicas(records)
     return len(whole), failures, ""
 

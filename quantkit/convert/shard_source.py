@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.archs import Key, architecture_for, with_roles
 from quantkit.checkpoint.formats import FormatContext, int8_channel, plain
 from quantkit.checkpoint.reader import QUANTIZED_PARTS, Entry, OpenFiles, Source
-from quantkit.convert.boxes import Box, boxes, is_stacked
+from quantkit.convert.boxes import Box, boxes, is_stacked, overlap
 from quantkit.convert.packing import stored_rows
 from quantkit.errors import InputError, QuantkitError
 from quantkit.spec.index import INDEX_NAME, SINGLE_NAME, CheckpointIndex, read_json
@@ -70,6 +70,13 @@ class Gathered:
         for record in manifest.tensors:
             if not record.alias:
                 self.wholes.setdefault(record.name, Whole(record)).add(record)
+        overlapping = [
+            name
+            for name, whole in self.wholes.items()
+            if any(overlap(box for box, _ in places.values()) for places in whole.places.values())
+        ]
+        if overlapping:
+            raise InputError(f"{root}: the parts of its ranks overlap", "convert again", items=overlapping)
 
     def rows(self, name: str, expert: int | None, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a whole matrix `[rows, ...]`, of one expert where experts are stacked.

@@ -70,6 +70,7 @@ def verify(
         if not checks.run("manifest is sound", parse):
             return _report(folder, "unknown", quick, checks)
         manifest = found[0]
+        checks.run("manifest and config.json agree", lambda: _model(folder, manifest))
         _check_files(folder, manifest, quick, jobs, checks)
     elif (folder / WORK_NAME).is_dir():
         unfinished = f"{folder} has no manifest: run the same `quantkit convert` command again, or copy the manifest"
@@ -101,6 +102,26 @@ def _report(folder: Path, form: str, quick: bool, checks: Checks) -> VerifyRepor
 
 
 # -------------------------------------------------------------------------------------------------- files
+
+
+def _model(folder: Path, manifest: Manifest) -> tuple[int, list[str], str]:
+    """What the manifest says of the model against its config, and its roles against the table."""
+    config = read_json(folder / "config.json")
+    arch = architecture_for(config)
+    said = {
+        "architecture": arch.name,
+        "model_type": config.get("model_type", ""),
+        "vocab_size": arch.dims(config).vocab,
+    }
+    failures = [
+        f"{field}: {value!r} by the config, {getattr(manifest, field)!r} by the manifest"
+        for field, value in said.items()
+        if value != getattr(manifest, field)
+    ]
+    roles = {record.role for record in manifest.tensors}
+    for role in sorted(roles):
+        arch.role(role)
+    return len(said) + len(roles), failures, ""
 
 
 def _check_files(folder: Path, manifest: Manifest, quick: bool, jobs: int, checks: Checks) -> None:

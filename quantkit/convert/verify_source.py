@@ -46,6 +46,7 @@ def check_source(
         checks.run(SOURCE_CHECK, lambda: _source_files(root, manifest, quick, jobs))
         checks.run("parameter count equals the source's", lambda: _parameters(original, manifest))
         checks.run("copied files equal the source's", lambda: _copies(root, manifest, quick, jobs))
+        checks.run("names of the source are those of the manifest", lambda: _names(original, manifest))
     if quick:
         return
     view = _words(manifest)
@@ -92,6 +93,18 @@ def _source_files(root: Path, manifest: Manifest, quick: bool, jobs: int) -> tup
     if not any((root / file.name).is_file() for file in files):
         return 0, [], "another folder than the converted one (an ancestor?): compared by value only"
     return _equal_files(root, files, quick, jobs)
+
+
+def _names(source: Source, manifest: Manifest) -> tuple[int, list[str], str]:
+    """The tensors that the manifest names as sources or as dropped, against those of the source, both ways."""
+    if not any((source.root / file.name).is_file() for file in manifest.source_files):
+        return 0, [], "another folder than the converted one: its names may differ"
+    there = {entry.name for entry in source.entries.values()}
+    named = {name for record in manifest.tensors for name in record.sources}
+    dropped = {row.name for row in manifest.dropped if row.parameters}
+    failures = [f"{name}: not in the source" for name in sorted(named - there)]
+    failures += [f"{name}: in the source, not in the manifest" for name in sorted(there - named - dropped)]
+    return len(there), failures, ""
 
 
 def _copies(root: Path, manifest: Manifest, quick: bool, jobs: int) -> tuple[int, list[str], str]:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
 from quantkit.errors import InputError
+from quantkit.spec.manifest_checks import contradictions, outside_names
 from quantkit.spec.mesh import Mesh
 from quantkit.spec.transform import Step
 
@@ -198,8 +199,8 @@ def read_manifest(path: Path) -> Manifest:
     """Parse and validate a manifest.
 
     Raises:
-        InputError: unreadable, not JSON, of another version, with unknown or missing fields (all listed), or changed
-            since it was written.
+        InputError: unreadable, not JSON, of another version, with unknown or missing fields (all listed), changed
+            since it was written, naming files outside its folder, or contradicting itself.
     """
     try:
         raw = path.read_bytes()
@@ -211,14 +212,11 @@ def read_manifest(path: Path) -> Manifest:
         raise InputError(f"{path} is not a quantkit manifest", "convert again", items=problems) from error
     if not _is_canonical(raw, manifest):
         raise InputError(f"{path} was changed or damaged since it was written", "copy it again, or convert again")
-    outside = sorted({file.name for file in manifest.files if not _inside(file.name)})
-    if outside:
-        raise InputError(f"{path} names files outside its folder", items=outside)
+    if outside := outside_names(manifest):
+        raise InputError(f"{path} names files outside its folder", "use a manifest of quantkit's own", items=outside)
+    if problems := contradictions(manifest):
+        raise InputError(f"{path} contradicts itself", "copy it again, or convert again", items=problems)
     return manifest
-
-
-def _inside(name: str) -> bool:
-    return bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 def sealed(manifest: Manifest) -> Manifest:

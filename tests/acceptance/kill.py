@@ -37,6 +37,18 @@ def run_killed(argv: Sequence[str], folder: Path, delay: float) -> bool:
     return False
 
 
+def run_signalled(argv: Sequence[str], folder: Path, number: signal.Signals) -> tuple[int, str]:
+    """Run `argv`, signal it once it has begun to work in `folder`; its exit code and what it printed on stderr."""
+    started = time.time()
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not _at_work(folder, started):
+        assert time.time() - started < PATIENCE, f"{argv} did not begin"
+        time.sleep(0.002)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=PATIENCE)
+    return process.returncode, errors
+
+
 def _at_work(folder: Path, since: float) -> bool:
     """Whether a file below `folder` was written after `since`; files come and go while this looks."""
     for path in folder.rglob("*") if folder.is_dir() else ():

@@ -1,0 +1,132 @@
+"""Whether a manifest agrees with itself, before anything trusts it: it may come from anywhere.
+
+What is checked is all that a reader relies on: files lie inside the folder and are listed, sizes follow from shapes,
+slices lie inside the whole tensor, and what one record names exists. No file is opened.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+from quantkit.spec.layout import LAYOUTS
+from quantkit.spec.scheme import SCHEMES
+from quantkit.spec.tensorfile import DTYPE_BITS, MAX_DIMENSIONS, tensor_nbytes
+
+if TYPE_CHECKING:
+    from quantkit.spec.manifest import Manifest, TensorRecord
+
+_SHOWN = 20
+
+
+def outside_names(manifest: Manifest) -> list[str]:
+    """Names that would leave the folder, or that no file can have."""
+    names = {file.name for file in manifest.files} | {file.name for file in manifest.source_files}
+    names.update(name for rank in manifest.ranks for name in rank.files)
+    names.update(record.file for record in manifest.tensors)
+    return sorted(name for name in names if not _inside(name))
+
+
+def contradictions(manifest: Manifest) -> list[str]:
+    """Sentences, one for each contradiction, the first 20; empty for a manifest that agrees with itself."""
+    found: list[str] = []
+    for problem in (*_of_files(manifest), *_of_tensors(manifest)):
+        found.append(problem)
+        if len(found) == _SHOWN:
+            break
+    return found
+
+
+def _inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(name) and "\0" not in name and not path.is_absolute() and ".." not in path.parts
+
+
+def _of_files(manifest: Manifest) -> Iterator[str]:
+    sizes = {file.name: file.size for file in manifest.files}
+    if len(sizes) != len(manifest.files):
+        yield "files: a name stands twice"
+    numbers = [rank.rank for rank in manifest.ranks]
+    if len(set(numbers)) < len(numbers) or not all(0 <= number < manifest.mesh.world for number in numbers):
+        yield f"ranks: {numbers} of a mesh of {manifest.mesh.world}"
+    for rank in manifest.ranks:
+        yield from (f"rank {rank.rank}: {name} is none of the files" for name in rank.files if name not in sizes)
+
+
+def _of_tensors(manifest: Manifest) -> Iterator[str]:
+    sizes = {file.name: file.size for file in manifest.files}
+    files: dict[str, dict[str, TensorRecord]] = {}
+    for record in manifest.tensors:
+        there = files.setdefault(record.file, {})
+        if there.setdefault(record.name, record) is not record:
+            yield f"{record.file}: {record.name} stands twice"
+    for record in manifest.tensors:
+        problem = _problem(record, sizes, files[record.file])
+        if problem:
+            yield f"{record.file}: {record.name}: {problem}"
+
+
+def _problem(record: TensorRecord, sizes: Mapping[str, int], beside: Mapping[str, TensorRecord]) -> str:
+    """What is wrong with a record, "" when nothing is; `beside` are the records of its file by name."""
+    if record.file not in sizes:
+        return "its file is none of the files"
+    if record.dtype not in DTYPE_BITS:
+        return f"no dtype is called {record.dtype}"
+    if record.layout not in LAYOUTS:
+        return f"no layout is called {record.layout}"
+    if max(len(record.shape), len(record.global_shape)) > MAX_DIMENSIONS or min(record.shape, default=0) < 0:
+        return f"no tensor has the shape {list(record.shape)}"
+    if tensor_nbytes(record.dtype, record.shape) != record.nbytes:
+        return f"{record.dtype} {list(record.shape)} does not take {record.nbytes} bytes"
+    if not 0 <= record.offset <= sizes[record.file] - record.nbytes:
+        return f"bytes {record.offset} to {record.offset + record.nbytes} do not lie in the file"
+    if record.alias and (record.alias == record.name or record.alias not in beside):
+        return f"its alias {record.alias} is not in the file"
+    if record.scheme not in SCHEMES:
+        return f"no scheme is called {record.scheme}"
+    return _slices_problem(record) or (_scale_problem(record, beside.get(record.scale)) if record.scale else "")
+
+
+def _scale_problem(record: TensorRecord, scale: TensorRecord | None) -> str:
+    """Whether the scales stand beside their weight and are those of its rows, expert by expert."""
+    if scale is None:
+        return f"its scales {record.scale} are not in the file"
+    if scale.experts != record.experts or _runs(scale) != _runs(record):
+        return f"its scales {record.scale} are of other rows or experts"
+    return ""
+
+
+def _row_dim(record: TensorRecord) -> int:
+    """The dimension that counts rows: 1 where dimension 0 counts experts."""
+    dimensions = 2 if record.part == "bias" else 3
+    return 1 if len(record.shape) == dimensions and len(record.experts) == record.shape[0] > 0 else 0
+
+
+def _runs(record: TensorRecord) -> list[tuple[int, int]]:
+    row_dim = _row_dim(record)
+    return [(start, stop) for dim, start, stop in record.slices if dim == row_dim]
+
+
+def _slices_problem(record: TensorRecord) -> str:
+    """Whether shape, whole shape, experts and slices fit together (`convert.boxes` reads them)."""
+    whole, shape = record.global_shape, record.shape
+    for dim, start, stop in record.slices:
+        if not 0 <= dim < len(whole) or not 0 <= start <= stop <= whole[dim]:
+            return f"the slice {[dim, start, stop]} does not lie in {list(whole)}"
+    if min(whole, default=0) < 0 or len(whole) != len(shape):
+        return f"the shape {list(shape)} is no part of {list(whole)}"
+    row_dim = _row_dim(record)
+    if len(record.experts) > 1 and not row_dim:
+        return f"the shape {list(shape)} does not hold {len(record.experts)} experts"
+    runs = [stop - start for start, stop in _runs(record)]
+    columns = [stop - start for dim, start, stop in record.slices if dim == row_dim + 1]
+    if len(columns) > 1 or len(runs) + len(columns) < len(record.slices):
+        return "its slices are not runs of rows and then one of columns"
+    rows = sum(runs) if runs else math.prod(whole[row_dim : row_dim + 1])
+    width = math.prod([*columns, *whole[row_dim + 1 + len(columns) :]])
+    held = math.prod(shape) // (shape[0] if row_dim else 1)
+    if held < rows * width or (width and held % width):
+        return f"{list(shape)} does not hold the slices of {list(whole)} that it should"
+    return ""

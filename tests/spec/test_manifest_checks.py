@@ -1,0 +1,155 @@
+"""A sealed manifest from anywhere: it may neither lead outside its folder nor contradict itself."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.convert.merge import merge
+from quantkit.convert.run import convert
+from quantkit.convert.verify import verify
+from quantkit.errors import InputError
+from quantkit.recipe import Recipe, load_recipe
+from quantkit.spec.manifest import SHARDED_NAME, Manifest, TensorRecord, manifest_bytes, read_manifest
+from quantkit.spec.mesh import Mesh
+
+Change = Callable[[TensorRecord], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def shards(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("shards") / "out"
+    convert(tiny("qwen3_moe"), out, load_recipe("w8a8"), form="sharded", mesh=Mesh(tp=2, ep=2), jobs=1)
+    return out
+
+
+@pytest.fixture
+def copy(shards: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(shards, tmp_path / "copy"))
+
+
+def rewrite(folder: Path, **changes: object) -> None:
+    path = folder / SHARDED_NAME
+    path.write_bytes(manifest_bytes(read_manifest(path).model_copy(update=changes)))
+
+
+def stacked(manifest: Manifest) -> int:
+    """A record with rows, columns and experts: one rank's gate_up of some layer."""
+    return next(i for i, row in enumerate(manifest.tensors) if row.dtype == "I8" and row.experts and row.slices)
+
+
+def rewrite_tensor(folder: Path, change: Change) -> None:
+    manifest = read_manifest(folder / SHARDED_NAME)
+    at, rows = stacked(manifest), list(manifest.tensors)
+    rows[at] = replace(rows[at], **change(rows[at]))
+    rewrite(folder, tensors=tuple(rows))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: {"offset": 10**15}, "do not lie in the file"),
+        (lambda t: {"offset": -8}, "do not lie in the file"),
+        (lambda t: {"nbytes": t.nbytes + 1}, "does not take"),
+        (lambda t: {"shape": (-1, -1, t.nbytes)}, "no tensor has the shape"),
+        (lambda t: {"shape": (t.nbytes,)}, "is no part of"),
+        (lambda t: {"shape": (1, 1, t.nbytes)}, "does not hold 3 experts"),
+        (lambda t: {"global_shape": (5, 10**9, 10**9)}, "that it should"),
+        (lambda t: {"global_shape": (5, *(n - 1 for n in t.global_shape[1:]))}, "does not lie in"),
+        (lambda t: {"slices": ((1, 0, 10**6),)}, "does not lie in"),
+        (lambda t: {"slices": ((1, -4, 0),)}, "does not lie in"),
+        (lambda t: {"slices": ((1, 4, 2),)}, "does not lie in"),
+        (lambda t: {"slices": ((7, 0, 1),)}, "does not lie in"),
+        (lambda t: {"slices": ((0, 0, 1), *t.slices)}, "are not runs of rows"),
+        (lambda t: {"slices": (*t.slices, (2, 0, 1), (2, 1, 2))}, "are not runs of rows"),
+        (lambda t: {"experts": (*t.experts, 0)}, "does not hold 4 experts"),
+        (lambda t: {"dtype": "XX"}, "no dtype is called XX"),
+        (lambda t: {"layout": "nope"}, "no layout is called nope"),
+        (lambda t: {"scale": "nope"}, "its scales nope are not in the file"),
+        (lambda t: {"scheme": "nope"}, "no scheme is called nope"),
+        (lambda t: {"experts": t.experts[::-1]}, "are of other rows or experts"),
+        (lambda t: {"slices": (*t.slices[1::-1], *t.slices[2:])}, "are of other rows or experts"),
+        (lambda t: {"alias": "nope"}, "its alias nope is not in the file"),
+        (lambda t: {"alias": t.name}, "is not in the file"),
+        (lambda t: {"file": "gone.safetensors"}, "its file is none of the files"),
+        (lambda t: {"role": "nope"}, "no role is called nope"),
+    ],
+)
+def test_a_record_that_contradicts_itself(change: Change, words: str, copy: Path, tmp_path: Path) -> None:
+    rewrite_tensor(copy, change)
+    with pytest.raises(InputError) as caught:
+        merge(copy, tmp_path / "out", jobs=1)
+    assert words in str(caught.value)
+    assert not (tmp_path / "out").exists()
+    assert words in "\n".join(verify(copy).failures)
+
+
+@pytest.mark.parametrize("name", ["../{}", "{}\0", "a/../../{}"])
+def test_a_tensor_outside_the_folder_is_not_read(name: str, copy: Path, tmp_path: Path) -> None:
+    """The bytes are there, so nothing but the name can refuse them."""
+    manifest = read_manifest(copy / SHARDED_NAME)
+    moved = manifest.tensors[0].file
+    shutil.copyfile(copy / moved, tmp_path / moved)
+    away = name.format(moved)
+    records = tuple(replace(row, file=away) if row.file == moved else row for row in manifest.tensors)
+    rewrite(copy, tensors=records, files=tuple(file for file in manifest.files if file.name != moved))
+    with pytest.raises(InputError, match="names files outside its folder") as caught:
+        merge(copy, tmp_path / "out", jobs=1)
+    assert caught.value.items == (away,)
+
+
+@pytest.mark.parametrize("field", ["source_files", "ranks"])
+def test_other_names_outside_the_folder(field: str, copy: Path) -> None:
+    rows: tuple[Any, ...] = getattr(read_manifest(copy / SHARDED_NAME), field)
+    change = {"name": "../x"} if field == "source_files" else {"files": ("../x",)}
+    rewrite(copy, **{field: (rows[0].model_copy(update=change), *rows[1:])})
+    with pytest.raises(InputError, match="names files outside its folder"):
+        read_manifest(copy / SHARDED_NAME)
+
+
+def test_ranks_and_files_twice(copy: Path) -> None:
+    manifest = read_manifest(copy / SHARDED_NAME)
+    rewrite(copy, ranks=(*manifest.ranks[1:], manifest.ranks[1]), files=(*manifest.files, manifest.files[0]))
+    with pytest.raises(InputError, match="contradicts itself") as caught:
+        read_manifest(copy / SHARDED_NAME)
+    assert caught.value.items == (
+        "files: a name stands twice",
+        "ranks: [1, 1] of a mesh of 2",
+    )
+
+
+def test_pieces_that_overlap_and_leave_a_hole(copy: Path, tmp_path: Path) -> None:
+    """The areas add up to the whole tensor, but two ranks claim the same rows and none holds the rest."""
+
+    def onto_the_first(record: TensorRecord) -> TensorRecord:
+        (dim, _, stop), *others = record.slices
+        return replace(record, slices=((dim, stop // 2 - 2, stop - 2), *others))
+
+    manifest = read_manifest(copy / SHARDED_NAME)
+    at = next(i for i, t in enumerate(manifest.tensors) if t.name == "embed.weight" and t.slices and t.slices[0][1])
+    rows = list(manifest.tensors)
+    rows[at] = onto_the_first(rows[at])
+    rewrite(copy, tensors=tuple(rows))
+    assert [f for f in verify(copy).failures if "embed.weight" in f and "overlap" in f]
+    with pytest.raises(InputError, match="overlap"):
+        merge(copy, tmp_path / "out", jobs=1)
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": 7}, {"model_type": "llama"}, {"architecture": "mixtral"}])
+def test_what_the_manifest_says_of_the_model_is_held_against_the_config(change: dict[str, object], copy: Path) -> None:
+    rewrite(copy, **change)
+    assert [
+        f for f in verify(copy).failures if f.startswith("manifest and config.json agree") and next(iter(change)) in f
+    ]
+
+
+def test_named_sources_are_those_of_the_source(copy: Path, tiny: Callable[[str], Path], w8a8: Recipe) -> None:
+    assert verify(copy, source=tiny("qwen3_moe")).passed
+    rewrite_tensor(copy, lambda t: {"sources": ("model.layers.0.nothing.weight", *t.sources[1:])})
+    failures = "\n".join(verify(copy, source=tiny("qwen3_moe")).failures)
+    assert "model.layers.0.nothing.weight: not in the source" in failures
