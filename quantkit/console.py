@@ -125,21 +125,28 @@ def version_option(program: str, version: str) -> click.Option:
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 
 
+def speaks() -> bool:
+    """Whether this process prints: of several that `torchrun` started, the first does."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
+
+
 def console(as_json: bool = False) -> Console:
-    """Console for human text: stdout, or stderr when stdout belongs to a JSON document.
+    """Console for human text: stdout, or stderr when stdout belongs to a JSON document; quiet unless it `speaks`.
 
     Tables fit a terminal; into a pipe or file each row is one line, however long, for grep and for logs.
     """
     from rich.console import Console
 
-    found = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    found = Console(stderr=as_json, highlight=False, soft_wrap=True, quiet=not speaks())
     if not found.is_terminal and "COLUMNS" not in os.environ:
         found.width = _NO_WIDTH
     return found
 
 
 def print_json(value: Any) -> None:
-    """The one JSON document of a command, with sorted keys."""
+    """The one JSON document of a command, with sorted keys; nothing unless this process `speaks`."""
+    if not speaks():
+        return
     click.echo(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False))
 
 
@@ -156,7 +163,7 @@ class Progress:
         self._task: Any = None
 
     def __enter__(self) -> Progress:
-        if sys.stderr.isatty() and not self._silent:
+        if sys.stderr.isatty() and speaks() and not self._silent:
             from rich import progress
             from rich.console import Console
 

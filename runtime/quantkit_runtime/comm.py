@@ -83,11 +83,11 @@ COLLECTIVES: dict[str, tuple[Collective, Expected, Callable[[int], float]]] = {
 """Name -> (what runs, what must come out given every member's tensor, share of its bytes that a link carries)."""
 
 
-def check(mesh: Mesh, device: Device, nbytes: int, repeats: int) -> tuple[Ranks, list[Row], list[str]]:
+def check(mesh: Mesh, device: Device, nbytes: int, repeats: int) -> tuple[list[Row], list[str]]:
     """Run all collectives; every rank of the mesh must call it.
 
     Returns:
-        This process, the rows, and warnings about where ranks lie.
+        The rows, and warnings about where ranks lie.
 
     Raises:
         UsageError: a mesh of one, or one that does not run.
@@ -102,7 +102,7 @@ def check(mesh: Mesh, device: Device, nbytes: int, repeats: int) -> tuple[Ranks,
         for names, team in _distinct(ranks)
         for collective in COLLECTIVES
     ]
-    return ranks, rows, _warnings(ranks)
+    return rows, _warnings(ranks)
 
 
 def _distinct(ranks: Ranks) -> Iterator[tuple[str, Team]]:

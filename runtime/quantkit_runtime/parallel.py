@@ -169,11 +169,6 @@ def team_ranks(mesh: Mesh, name: str) -> list[tuple[int, ...]]:
     return [tuple(ranks) for ranks in found.values()]
 
 
-def is_first() -> bool:
-    """Whether this process speaks for all of them."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def world_size() -> int:
     """Processes that `torchrun` started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -208,6 +208,18 @@ def test_smoke_load_reports_every_rank(speaking: Path, world: World, converted: 
     assert "pp1 dp0 tp1 ep1" in table
 
 
+def test_generate_speaks_once(speaking: Path, world: World, converted: Callable[..., Path]) -> None:
+    """Draws are the same on every rank, and so is the text."""
+    options = ("--device", "cpu", "--prompt", "The sea", "--prompt", "Once", "--max-new-tokens", "6", "--json")
+    drawn = ("--temperature", "0.8", "--top-p", "0.9", "--kv-keys", "float32")
+    found = world.mesh(tasks.command_line, 4, "generate", str(speaking), *options, *drawn)
+    assert [code for code, _, _ in found] == [0] * 4
+    assert [stdout + stderr for _, stdout, stderr in found[1:]] == [""] * 3
+    whole = str(converted("tiny-minimax-m2", "sharded"))
+    ((_, stdout, _),) = world.mesh(tasks.command_line, 1, "generate", whole, *options, *drawn)
+    assert json.loads(found[0][1])["generated"] == json.loads(stdout)["generated"]
+
+
 def test_smoke_load_fails_on_all_when_one_rank_has_a_broken_file(speaking: Path, world: World, tmp_path: Path) -> None:
     out = Path(shutil.copytree(speaking, tmp_path / "out"))
     next(out.glob("*stage1-tp0*.safetensors")).unlink()

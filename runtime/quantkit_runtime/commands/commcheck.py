@@ -48,13 +48,12 @@ def command(
     mesh = mesh_of(folder) if folder else Mesh(tp=tp, pp=pp, ep=ep, dp=dp)
     if not folder and (problems := mesh.problems(pp, ep)):
         raise UsageError("there is no such mesh", "change these sizes", items=problems)
-    ranks, rows, warnings = comm.check(mesh, on, mib * 2**20, repeats)
+    rows, warnings = comm.check(mesh, on, mib * 2**20, repeats)
     report = comm.as_json(mesh, on, rows, warnings)
     parallel.leave()
-    if ranks.rank == 0:
-        if as_json:
-            print_json(report)
-        _print(console(as_json), report)
+    if as_json:
+        print_json(report)
+    _print(console(as_json), report)
     if not report["passed"]:
         wrong = [f"{row.collective} over {row.teams}" for row in rows if not row.correct]
         raise VerificationError(f"{len(wrong)} collectives give wrong results", "check links and driver", items=wrong)

@@ -40,15 +40,14 @@ def command(
       torchrun --nproc-per-node 4 -m quantkit_runtime.cli smoke-load SHARDS
     """
     from quantkit_runtime import smoke
-    from quantkit_runtime.parallel import is_first, leave
+    from quantkit_runtime.parallel import leave
 
     out = console(as_json)
-    out.quiet = not is_first()
     options = smoke.Options(folder, device, dtype, prompt, max_new_tokens, verify=not no_verify)
     result = smoke.run(options, lambda plan: _print_plan(out, plan), lambda loaded: _print_loaded(out, loaded))
     reports = smoke.reports(result)
     leave()
-    if as_json and is_first():
+    if as_json:
         passed = all(report["passed"] for report in reports)
         print_json({**reports[0], "passed": passed, "ranks": reports if len(reports) > 1 else []})
     _print_result(out, result)
