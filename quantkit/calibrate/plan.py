@@ -64,7 +64,8 @@ class Plan:
         """The checkpoint after the first `methods` methods, with what was found for them in text so far."""
         found = artifact if (artifact / VECTORS_NAME).is_file() else None
         chosen = self.recipe.methods[:methods]
-        return view_of(self.stored, chosen, artifact=found, without_drafts=self.recipe.mtp == "drop")
+        without_drafts = self.recipe.mtp == "drop"
+        return view_of(self.stored, chosen, artifact=found, without_drafts=without_drafts, planning=True)
 
     @cached_property
     def batches(self) -> list[Batch]:
@@ -173,7 +174,7 @@ def make_plan(root: Path, recipe: Recipe, *, device: str = "auto", memory_budget
     stored = Source(root, extra_roles=recipe.roles)
     stored.require_classified()
     require_sound(stored)
-    source = view_of(stored, recipe.methods, without_drafts=recipe.mtp == "drop")
+    source = view_of(stored, recipe.methods, without_drafts=recipe.mtp == "drop", planning=True)
     load_config(root)
     gemms = expected_gemms(source, recipe)
     place, dtype = choose_device(device)

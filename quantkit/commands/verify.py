@@ -16,6 +16,8 @@ _EPILOG = """\b
 Examples:
   quantkit verify OUT                    checksums, names, index, config
   quantkit verify OUT --source MODEL     also every weight against the source
+  quantkit verify OUT --source MODEL --calibration CALIBRATION
+                                         the same where methods learned from text
   quantkit verify OUT --source MODEL --sample 5%
                                          values of a twentieth of the tensors
   quantkit verify OUT --quick            sizes and headers only

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quantkit.calibrate.methods import require_artifact, view_of
+from quantkit.calibrate.methods import view_of
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.transformed import transforms_of
 from quantkit.convert.shard_source import open_source
@@ -29,7 +29,6 @@ def open_transformed(root: Path, recipe: Recipe, *, ignore_index: bool = False, 
         return source
     made = made_by(root)
     if made is None or not made.recipe.get("methods"):
-        require_artifact(recipe.methods, artifact)
         return view_of(source, recipe.methods, artifact=artifact, without_drafts=recipe.mtp == "drop")
     if made.recipe.get("methods") != recipe.model_dump(mode="json")["methods"]:
         raise UsageError(

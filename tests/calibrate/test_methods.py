@@ -406,4 +406,6 @@ def test_smooth_takes_what_is_exact_and_refuses_what_is_not(family: Callable[[st
         "attn.v",
     ]
     with pytest.raises(UsageError, match="not linear in it"):
-        view_of(source, [options.model_validate({"name": "smooth", "producers": ["expert.up"]})])
+        view_of(source, [options.model_validate({"name": "smooth", "producers": ["expert.up"]})], planning=True)
+    with pytest.raises(UsageError, match="learns from text"):
+        view_of(source, [options()])

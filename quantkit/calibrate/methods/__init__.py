@@ -64,21 +64,29 @@ def require_artifact(methods: Sequence[MethodOptions], artifact: Path | None) ->
 
 
 def view_of(
-    source: Source, methods: Sequence[MethodOptions], *, artifact: Path | None = None, without_drafts: bool = False
+    source: Source,
+    methods: Sequence[MethodOptions],
+    *,
+    artifact: Path | None = None,
+    without_drafts: bool = False,
+    planning: bool = False,
 ) -> Source:
     """The source as a recipe's methods transform it; the source itself when none of them does.
 
     Args:
         methods: `Recipe.methods`, or the first of them.
-        artifact: calibration that holds what methods found in text; None: what they would scale is left as it is.
+        artifact: calibration that holds what methods found in text.
         without_drafts: draft layers are dropped (`Recipe.mtp`).
+        planning: what methods will find in text is not known yet; until then it is left as it is.
 
     Raises:
-        UsageError: the model cannot be transformed so (every reason is listed).
+        UsageError: the model cannot be transformed so (every reason is listed), or a method needs an artifact.
     """
     from quantkit.checkpoint.transformed import TransformedSource
     from quantkit.spec.transform import Transforms
 
+    if not planning:
+        require_artifact(methods, artifact)
     steps = Transforms().steps
     sets: dict[str, Vectors] = {}
     view = source
