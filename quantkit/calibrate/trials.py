@@ -25,18 +25,25 @@ _DECISIONS, _HELD_OUT = "decisions.json", "held-out.json"
 
 
 class DecisionPass(TrialPass):
-    """Every group alone and all together, weights rounded to nearest; then the recipe's budgets decide."""
+    """Every group alone and all together; then the recipe's budgets decide.
+
+    Args:
+        rounded: layer -> how its weights were rounded.
+    """
 
     title = "decide"
 
-    def __init__(self, plan: Plan, source: Source) -> None:
+    def __init__(
+        self, plan: Plan, source: Source, rounded: Callable[[int], Rounded] = lambda _layer: round_to_nearest
+    ) -> None:
         self._groups = groups_of(source, plan.recipe)
         everything, some = schemes_of(self._groups), schemes_of(self._groups, step=ANCHOR_STEP)
         variants = [
             Variant(ALL, lambda layer: everything.get(layer, {})),
             Variant(ANCHOR, lambda layer: some.get(layer, {})),
         ]
-        super().__init__(plan, source, "decide", variants, to_run_alone(plan.recipe, self._groups))
+        alone = to_run_alone(plan.recipe, self._groups)
+        super().__init__(plan, source, "decide", variants, alone, rounded=rounded)
 
     def finish(self, records: Sequence[Path], out: Path) -> None:
         path = out / WORK_NAME / _DECISIONS
