@@ -3,8 +3,8 @@
 The passes (`passes.py`), each of them only where the recipe asks for it:
 1. the weights as methods without data transform them (`Plan.view`);
 2. methods that look for their vectors in text, one pass each (`search.py`);
-3. decisions (which GEMMs are kept or grouped);
-4. methods that round weights by what enters them (`search.py` too);
+3. methods that round weights by what enters them (`search.py` too);
+4. decisions on the weights as they are rounded then: which GEMMs are kept or grouped (`trials.py`);
 5. statistics and scales of all GEMMs (`final.py`);
 6. a check on held-out text of what will be written (`trials.py`).
 """
@@ -114,13 +114,13 @@ def passes_of(plan: Plan, out: Path) -> Iterator[Pass]:
         if row.learns and not row.rounds:
             yield SearchPass(plan, plan.view(index, out), options, row.learns)
     source = plan.view(len(methods), out)
-    if plan.recipe.decides:
-        yield DecisionPass(plan, source)
     rounded: Callable[[int], Rounded] = rounds_to_nearest
     for options, row in zip(methods, rows, strict=True):
         if row.learns and row.rounds:
             yield SearchPass(plan, source, options, row.learns)
             rounded = rounds_as_found(source, out)
+    if plan.recipe.decides:
+        yield DecisionPass(plan, source, rounded)
     yield StatisticsPass(plan, source)
     if plan.held_out.samples and any(gemm.quantized for gemm in plan.gemms.values()):
         yield CheckPass(plan, source, work, rounded)

@@ -153,6 +153,19 @@ def test_parts_of_several_machines_apply_the_decisions(decided: Path, minimax: P
     assert manifest == convert(minimax, tmp_path / "alone", KEEPING, calibration=decided)
 
 
+def test_decisions_are_on_the_weights_as_methods_left_them(minimax: Path, tmp_path: Path) -> None:
+    """Rotation, smoothing, GPTQ, then decisions: shards hold groups, kept GEMMs and codes of the calibration."""
+    recipe = small_recipe("w8a8-best-shards", samples=12, seq_len=32)
+    summary = calibrate(minimax, tmp_path / "calibration", recipe)
+    assert summary.decisions is not None
+    assert summary.decisions.forms["sharded"].exceptions
+    manifest = convert(minimax, tmp_path / "out", recipe, calibration=tmp_path / "calibration", form="sharded")
+    kept = {(row.layer, row.scheme) for row in summary.decisions.forms["sharded"].exceptions}
+    assert kept <= {(tensor.layer, tensor.scheme) for tensor in gemms(manifest)}
+    report = verify(tmp_path / "out", source=minimax, calibration=tmp_path / "calibration")
+    assert not [failure for check in report.checks for failure in check.failures]
+
+
 def test_a_recipe_that_decides_needs_its_calibration(minimax: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="leaves exceptions to a calibration"):
         convert(minimax, tmp_path / "out", KEEPING)
