@@ -22,6 +22,7 @@ _EPILOG = """\b
 Examples:
   quantkit ladder MODEL -o LADDER                      BF16, INT8 weights, activations, groups, rotation, keys, values
   quantkit ladder MODEL -o LADDER --rung w8 --rung w8a8
+  quantkit ladder MODEL -o LADDER --calibration CAL    and what a calibrated recipe (smoothing, GPTQ, ...) reaches
   quantkit ladder MODEL -o LADDER --rungs mine.yaml    a list of your own, see quantkit/ladder/default.yaml
 Every rung reads the weights once, a layer at a time. Killed: run the same command again, finished layers are kept.
 """
@@ -32,6 +33,9 @@ Every rung reads the weights once, a layer at a time. Killed: run the same comma
 @click.option("-o", "--out", type=_PATH, required=True, help="New or empty folder, outside MODEL.")
 @click.option("--rungs", type=_PATH, help="YAML list of rungs; default: the shipped one.")
 @click.option("--rung", "only", multiple=True, metavar="NAME", help="Only this one of the list; repeatable.")
+@click.option(
+    "--calibration", "calibrations", multiple=True, type=_PATH, help="One more rung: its recipe, found and decided."
+)
 @click.option("--data", multiple=True, metavar="SPEC", help="Source of text, as of `quantkit calibrate`; repeatable.")
 @click.option("--samples", type=click.IntRange(1), default=24, show_default=True)
 @click.option("--seq-len", type=click.IntRange(2), default=512, show_default=True, help="Longest sample in tokens.")
@@ -46,6 +50,7 @@ def command(
     out: Path,
     rungs: Path | None,
     only: tuple[str, ...],
+    calibrations: tuple[Path, ...],
     data: tuple[str, ...],
     device: str,
     jobs: int | None,
@@ -56,7 +61,7 @@ def command(
 ) -> None:
     """Run MODEL in several precisions, one change at a time: accuracy and memory of each step."""
     from quantkit.ladder.run import HTML_NAME, plan_ladder, run_ladder
-    from quantkit.ladder.rungs import load_rungs
+    from quantkit.ladder.rungs import load_rungs, with_calibrations
     from quantkit.outdir import check_place
 
     check_place(out, model)
@@ -65,7 +70,8 @@ def command(
         from quantkit.calibrate.sources import parse_spec
 
         calibration["mix"] = tuple(parse_spec(spec).model_dump() for spec in data)
-    ladder = plan_ladder(model, load_rungs(rungs, only), calibration, device=device, speed=speed)
+    listed = with_calibrations(load_rungs(rungs, only), calibrations)
+    ladder = plan_ladder(model, listed, calibration, device=device, speed=speed)
     if dry_run:
         _show_plan(ladder.describe(), as_json)
         return

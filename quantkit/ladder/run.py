@@ -17,20 +17,19 @@ from pydantic import BaseModel, ConfigDict
 
 from quantkit import __version__
 from quantkit.calibrate import experts
-from quantkit.calibrate.methods import view_of
 from quantkit.calibrate.passes import Walk
 from quantkit.calibrate.plan import Plan, make_plan
 from quantkit.calibrate.stream import LayerStream
-from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import write_atomic
-from quantkit.ladder.rungs import Rung, recipes_of
+from quantkit.ladder.arithmetic import Arithmetic, arithmetic_of
+from quantkit.ladder.rungs import Rung
 from quantkit.ladder.score import Scores, score
 from quantkit.ladder.speed import Speed, measure, runs
 from quantkit.ladder.walk import RungPass
 from quantkit.outdir import exclusive, prepare_output
 from quantkit.plan.cache import CacheFormat, per_token
 from quantkit.plan.source import read_source
-from quantkit.recipe import Calibration, Recipe, load_recipe, validated
+from quantkit.recipe import Calibration, load_recipe, validated
 from quantkit.spec.tensorfile import torch_dtype
 
 JSON_NAME, HTML_NAME = "ladder.json", "ladder.html"
@@ -93,14 +92,14 @@ class LadderPlan:
     """Attributes:
     plan: of the source's own walk; its recipe converts nothing.
     rungs: that will run.
-    recipes: of the rungs.
+    arithmetic: of the rungs.
     passed_over: names of the others.
     speed: device whose speed is measured, "" for none.
     """
 
     plan: Plan
     rungs: tuple[Rung, ...]
-    recipes: Mapping[str, Recipe]
+    arithmetic: Mapping[str, Arithmetic]
     passed_over: tuple[str, ...]
     speed: str = ""
 
@@ -115,8 +114,9 @@ class LadderPlan:
             "samples_sha256": self.plan.samples.digest,
             "device": self.plan.device.type,
             "speed": self.speed,
-            "rungs": [rung.model_dump(mode="json") for rung in self.rungs],
-            "recipes": {name: recipe.model_dump(mode="json") for name, recipe in self.recipes.items()},
+            "rungs": [rung.model_dump(mode="json", exclude={"calibration"}) for rung in self.rungs],
+            "recipes": {name: each.recipe.model_dump(mode="json") for name, each in self.arithmetic.items()},
+            "calibrations": {name: each.digest for name, each in self.arithmetic.items() if each.digest},
         }
 
     def describe(self) -> dict[str, Any]:
@@ -151,11 +151,9 @@ def plan_ladder(
     plan = make_plan(root, validated({**values, "calibration": text}, "the ladder's text"), device=device)
     plan = replace(plan, dtype=torch.float32)
     kept = tuple(rung for rung in rungs if rung.applies(plan.source))
-    recipes = recipes_of(kept)
-    for recipe in recipes.values():
-        view_of(plan.source, recipe.methods)  # says now what cannot be transformed
+    arithmetic = arithmetic_of(kept, plan.source)
     passed_over = tuple(rung.name for rung in rungs if rung not in kept)
-    return LadderPlan(plan, kept, recipes, passed_over, plan.device.type if speed else "")
+    return LadderPlan(plan, kept, arithmetic, passed_over, plan.device.type if speed else "")
 
 
 def run_ladder(ladder: LadderPlan, out: Path, jobs: int = 0) -> LadderReport:
@@ -177,11 +175,13 @@ def run_ladder(ladder: LadderPlan, out: Path, jobs: int = 0) -> LadderReport:
     return LadderReport.model_validate_json((out / JSON_NAME).read_bytes())
 
 
-def _walk(plan: Plan, rung: Rung | None, recipe: Recipe | None, work: Path, jobs: int) -> tuple[LayerStream, Path]:
+def _walk(
+    plan: Plan, rung: Rung | None, arithmetic: Arithmetic | None, work: Path, jobs: int
+) -> tuple[LayerStream, Path]:
     """A model with one rung's arithmetic -> the model, and the record of its last layer."""
-    source: Source = view_of(plan.source, recipe.methods) if recipe else plan.source
+    source = arithmetic.view(plan.source) if arithmetic else plan.source
     plan = replace(plan, source=source, dtype=torch_dtype("BF16") if _is_bf16(rung) else torch.float32)
-    job = RungPass(plan, source, rung, recipe)
+    job = RungPass(plan, source, rung, arithmetic)
     walk = Walk(job, work, jobs or plan.default_jobs)
     walk.run()
     stream = LayerStream(source, dtype=plan.dtype, device=plan.device, experts=experts.IMPLEMENTATION)
@@ -204,20 +204,20 @@ def _result(
     kept = work / f"result-{rung.name}.json"
     if kept.is_file():
         return RungResult.model_validate_json(kept.read_bytes())
-    plan, recipe = ladder.plan, ladder.recipes[rung.name]
-    scores = score(plan.samples, plan.batches, reference, _walk(plan, rung, recipe, work, jobs))
+    plan, arithmetic = ladder.plan, ladder.arithmetic[rung.name]
+    scores = score(plan.samples, plan.batches, reference, _walk(plan, rung, arithmetic, work, jobs))
     known = {row.rung.name: row.scores for row in before}
     step, step_error = scores.step(known.get(rung.after))
-    sizes = read_source(plan.source.root, load_recipe("bf16") if rung.weights == "stored" else recipe)
+    sizes = read_source(plan.source.root, load_recipe("bf16") if rung.weights == "stored" else arithmetic.resolved)
     form = CacheFormat(*("int8" if dtype == "int8" else "bf16" for dtype in (rung.keys, rung.values)))
     found = RungResult(
-        rung=rung,
+        rung=rung.model_copy(update={"calibration": ""}),  # a place on this machine; its digest is in the options
         scores=scores,
         step_kl=step,
         step_error=step_error,
         weight_bytes=sizes.source_bytes if rung.weights == "stored" else sizes.output_bytes,
         kv_bytes=per_token(sizes.model.caches(form, 1)),
-        speed=measure(plan.source.root, rung, recipe, work, device=ladder.speed)
+        speed=measure(plan.source.root, rung, arithmetic, work, device=ladder.speed)
         if ladder.speed and runs(rung)
         else None,
     )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from importlib import resources
+from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from quantkit.checkpoint.reader import Source
 from quantkit.errors import UsageError
-from quantkit.recipe import Recipe, load_recipe
+from quantkit.spec.calibration import read_summary
 
 
 class _Strict(BaseModel):
@@ -27,6 +28,8 @@ class Rung(_Strict):
         after: the rung that it differs from in one thing; "" for the source.
         change, change_zh: what that thing is, for the report; in Chinese as well where it is given.
         recipe: shipped name or file; decides on views of the weights and on the scheme of every GEMM.
+        calibration: folder of `quantkit calibrate`; its own recipe counts then, with what it found and decided.
+        form: of output, whose exceptions it has where a calibration decided on some.
         weights: as the recipe says, or as stored.
         activations: as the recipe says, float, or FP8 (E4M3 per token and group of 128 inputs).
         compute: dtype of everything else.
@@ -40,6 +43,8 @@ class Rung(_Strict):
     change: str
     change_zh: str = ""
     recipe: str = "bf16"
+    calibration: str = ""
+    form: Literal["checkpoint", "sharded"] = "checkpoint"
     weights: Literal["recipe", "stored"] = "recipe"
     activations: Literal["recipe", "float", "fp8"] = "recipe"
     compute: Literal["float32", "bfloat16"] = "float32"
@@ -102,27 +107,18 @@ def load_rungs(path: Path | None, only: tuple[str, ...] = ()) -> tuple[Rung, ...
     return tuple(rung for rung in found.rungs if not only or rung.name in only)
 
 
-def recipes_of(rungs: tuple[Rung, ...]) -> Mapping[str, Recipe]:
-    """Rung -> its recipe.
+def with_calibrations(rungs: tuple[Rung, ...], calibrations: Sequence[Path]) -> tuple[Rung, ...]:
+    """The rungs, and one more for each calibration, named after its recipe and compared with `w8a8` where that is.
 
     Raises:
-        UsageError: a recipe cannot be read, or decides by calibration (all listed).
+        InputError: a folder holds no finished calibration.
     """
-    found = {rung.name: load_recipe(rung.recipe) for rung in rungs}
-    searching = [f"{name}: {recipe.name}" for name, recipe in found.items() if _needs_text(recipe)]
-    if searching:
-        raise UsageError(
-            "recipes of the ladder look for something in calibration text",
-            "calibrate and convert with them, and use `quantkit-runtime compare`",
-            items=searching,
-        )
-    return found
-
-
-def _needs_text(recipe: Recipe) -> bool:
-    """Methods that search, and budgets that decide; those work on a calibration, not on a rung alone."""
-    from quantkit.calibrate.methods import method
-
-    options: Any = recipe
-    decides = getattr(options, "auto_group", None) is not None or getattr(options, "auto_keep", None) is not None
-    return decides or any(getattr(method(each.name), "search", None) is not None for each in recipe.methods)
+    found = list(rungs)
+    for folder in calibrations:
+        recipe = read_summary(folder).recipe
+        name, taken = str(recipe["name"]), {rung.name for rung in found}
+        unique = next(each for each in (name, *(f"{name}-{number}" for number in count(2))) if each not in taken)
+        after = "w8a8" if "w8a8" in taken else ""
+        change = str(recipe.get("description", name))
+        found.append(Rung(name=unique, after=after, change=change, calibration=str(folder)))
+    return tuple(found)

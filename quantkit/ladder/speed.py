@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict
 
 from quantkit.convert.run import convert
 from quantkit.errors import QuantkitError
+from quantkit.ladder.arithmetic import Arithmetic
 from quantkit.ladder.rungs import Rung
-from quantkit.recipe import Recipe
 from quantkit.spec.mesh import Mesh
 
 PROMPT_TOKENS, STEPS, SEQUENCES = 512, 32, 8
@@ -42,16 +42,16 @@ def runs(rung: Rung) -> bool:
     return rung.weights == "recipe" and rung.activations == "recipe"
 
 
-def measure(root: Path, rung: Rung, recipe: Recipe, work: Path, *, device: str) -> Speed:
+def measure(root: Path, rung: Rung, arithmetic: Arithmetic, work: Path, *, device: str) -> Speed:
     """Convert the source as the rung says, unless a rung before has done it, and measure it.
 
     Raises:
         QuantkitError: the runtime refuses or fails; its own words are in the message.
     """
     plain = rung.compute == "bfloat16"
-    folder = root if plain else work / f"converted-{recipe.name}"
+    folder = root if plain else work / f"converted-{arithmetic.recipe.name}-{arithmetic.digest[:16]}"
     if not plain:
-        convert(root, folder, recipe, form="sharded", mesh=Mesh())
+        convert(root, folder, arithmetic.recipe, calibration=arithmetic.calibration, form="sharded", mesh=Mesh())
     command = [sys.executable, "-m", "quantkit_runtime.cli", "bench", str(folder), "--json", "--device", device]
     command += ["--dtype", "bfloat16" if plain else "auto"]
     command += ["--kv-keys", _dtype(rung.keys), "--kv-values", _dtype(rung.values)]

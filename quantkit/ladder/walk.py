@@ -14,17 +14,16 @@ from torch import Tensor
 
 from quantkit.archs.structure import layers_of
 from quantkit.calibrate.activations import LayerInput
-from quantkit.calibrate.decisions import schemes_of
-from quantkit.calibrate.fake_quant import FakeQuantizer, Rounded, RoundedTokens, round_to_nearest, round_tokens
-from quantkit.calibrate.groups import groups_of
+from quantkit.calibrate.fake_quant import FakeQuantizer, RoundedTokens, round_tokens
 from quantkit.calibrate.passes import LayerRun, Pass
 from quantkit.calibrate.plan import Plan
+from quantkit.calibrate.rounding import rounds_to_nearest
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import tensor_bytes, write_atomic
 from quantkit.errors import UsageError
+from quantkit.ladder.arithmetic import Arithmetic
 from quantkit.ladder.cache import RoundingCache, rounding_attention
 from quantkit.ladder.rungs import Rung
-from quantkit.recipe import Recipe
 from quantkit.spec.scheme import Scheme, group_size_for
 from quantkit.spec.tensorfile import build_header, dtype_name
 
@@ -49,7 +48,6 @@ def left_alone(x: Tensor, _scheme: Scheme) -> Tensor:
     return x
 
 
-_WEIGHTS: Mapping[str, Rounded] = {"recipe": round_to_nearest, "stored": as_stored}
 _ACTIVATIONS: Mapping[str, RoundedTokens] = {"recipe": round_tokens, "float": left_alone, "fp8": round_tokens_fp8}
 
 
@@ -59,12 +57,13 @@ class RungPass(Pass):
     The records of the last layer hold `BATCH` -> hidden states `[batch, tokens, H]` in the compute dtype.
     """
 
-    def __init__(self, plan: Plan, source: Source, rung: Rung | None, recipe: Recipe | None) -> None:
+    def __init__(self, plan: Plan, source: Source, rung: Rung | None, arithmetic: Arithmetic | None) -> None:
         super().__init__(plan, source)
         self.rung = rung or Rung(name="source", change="nothing")
         self.name = f"rung-{rung.name}" if rung else "source"
         self.title = rung.name if rung else "source"
-        self._schemes = schemes_of(groups_of(source, recipe)) if recipe else {}
+        self._schemes = arithmetic.schemes(source) if arithmetic else {}
+        self._rounded = arithmetic.rounded(source) if arithmetic else rounds_to_nearest
 
     def visit(self, run: LayerRun) -> Callable[[Path], None]:
         ends: dict[str, Tensor] = {}
@@ -72,9 +71,8 @@ class RungPass(Pass):
             layer = stack.enter_context(run.stream.materialized(run.index))
             schemes = self._schemes.get(run.index, {})
             rung = self.rung
-            quantizer = FakeQuantizer(
-                self.source.arch, run.prefix, _WEIGHTS[rung.weights], _ACTIVATIONS[rung.activations]
-            )
+            rounded = as_stored if rung.weights == "stored" else self._rounded(run.index)
+            quantizer = FakeQuantizer(self.source.arch, run.prefix, rounded, _ACTIVATIONS[rung.activations])
             stack.enter_context(quantizer.attached(layer, schemes))
             if "int8" in (rung.keys, rung.values):
                 latent = self.source.dims.kv_lora_rank

@@ -20,18 +20,23 @@ from transformers import DynamicCache
 
 from quantkit.archs.structure import layers_of
 from quantkit.calibrate.passes import LayerRun
+from quantkit.calibrate.run import calibrate
 from quantkit.calibrate.stream import LayerStream
 from quantkit.checkpoint.reader import Source
 from quantkit.cli import main
+from quantkit.convert.run import convert
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.ladder import speed
+from quantkit.ladder.arithmetic import Arithmetic
 from quantkit.ladder.cache import RoundingCache, rounding_attention
 from quantkit.ladder.run import LadderPlan, LadderReport, plan_ladder, run_ladder
-from quantkit.ladder.rungs import load_rungs
+from quantkit.ladder.rungs import load_rungs, with_calibrations
 from quantkit.ladder.walk import RungPass, round_tokens_fp8
-from quantkit.recipe import load_recipe
+from quantkit.recipe import load_recipe, validated
 from quantkit.spec.scheme import SCHEMES
 from quantkit_runtime.cli import main as runtime_cli
+from quantkit_runtime.device import resolve
+from quantkit_runtime.graft import load_model
 from tests.browser import Browser, check_report
 from tests.families import FAMILIES, make_tiny
 from tests.reference import fake_quantized, quantized_by_name, quantized_weight, transformers_model
@@ -211,6 +216,38 @@ def test_every_softmax_attention_asks_the_cache(family: str, tiny: Callable[[str
             assert modules == (0 if kind == "linear" else 1)
 
 
+# ----------------------------------------------------------------------------------------------------- calibrations
+
+
+def test_a_calibrated_recipe_is_the_converted_model(dense: Path, tmp_path: Path) -> None:
+    """Smoothing, GPTQ's codes and decided exceptions, against the checkpoint that convert makes of them."""
+    values = load_recipe("w8a8-best").model_dump()
+    values["calibration"] |= {"samples": 8, "seq_len": 40, "held_out": 4, "min_sources": 1}
+    recipe = validated(values, "test")
+    calibrate(dense, tmp_path / "calibration", recipe)
+    rungs = with_calibrations(load_rungs(None, ("w8a8",)), [tmp_path / "calibration"])
+    assert rungs[1].after == "w8a8"
+    plan = plan_ladder(dense, rungs, TEXT, device="cpu")
+    found = run_ladder(plan, tmp_path / "out")
+    assert str(tmp_path) not in (tmp_path / "out" / "ladder.json").read_text()
+    convert(dense, tmp_path / "converted", recipe, calibration=tmp_path / "calibration")
+    source = transformers_model(dense, torch.float32)
+    ours = load_model(tmp_path / "converted", resolve("cpu"), torch.float32, verify=False).model.eval()
+    kl = tokens = 0.0
+    for sample in plan.plan.samples.samples:
+        p, q = logprobs(source, sample.ids), logprobs(ours, sample.ids)
+        kl, tokens = kl + float((np.exp(p) * (p - q)).sum()), tokens + len(p)
+    assert found.rungs[1].scores.overall.kl == pytest.approx(kl / tokens, rel=1e-2)
+
+
+def test_rungs_that_cannot_be_run_are_all_named(dense: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("rungs: [{name: a, change: b, recipe: w8a8-smooth}, {name: b, change: c, calibration: nowhere}]")
+    with pytest.raises(UsageError) as caught:
+        plan_ladder(dense, load_rungs(path), TEXT, device="cpu")
+    assert [item.split(":")[0] for item in caught.value.items] == ["a", "b"]
+
+
 # -------------------------------------------------------------------------------------------------------- resuming
 
 
@@ -271,17 +308,17 @@ def test_speed_is_that_of_the_runtime(minimax: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(subprocess, "run", run_here)
     for name, value in (("PROMPT_TOKENS", 16), ("STEPS", 2), ("SEQUENCES", 2)):
         monkeypatch.setattr(speed, name, value)
-    recipe = load_recipe("w8a8")
+    arithmetic = Arithmetic(load_recipe("w8a8"), load_recipe("w8a8"))
     weights, keys = load_rungs(None, ("w8", "w8a8+keys", "w8a8"))[0::2]
     assert not speed.runs(weights)
     assert speed.runs(keys)
-    found = speed.measure(minimax, keys, recipe, tmp_path, device="cpu")
+    found = speed.measure(minimax, keys, arithmetic, tmp_path, device="cpu")
     assert 0 < found.token_s < 60
     assert found.prefill_per_s > 0
     assert found.decode_per_s > 0
     assert calls[0][calls[0].index("--kv-keys") + 1] == "int8"
     with pytest.raises(QuantkitError, match="ended with exit code 2"):
-        speed.measure(minimax, keys, recipe, tmp_path, device="tpu")
+        speed.measure(minimax, keys, arithmetic, tmp_path, device="tpu")
 
 
 def test_an_fp8_source_has_its_own_rung(dense: Path) -> None:
