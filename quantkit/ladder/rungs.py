@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import resources
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -117,7 +117,8 @@ def with_calibrations(rungs: tuple[Rung, ...], calibrations: Sequence[Path]) -> 
     for folder in calibrations:
         recipe = read_summary(folder).recipe
         name, taken = str(recipe["name"]), {rung.name for rung in found}
-        unique = next(each for each in (name, *(f"{name}-{number}" for number in count(2))) if each not in taken)
+        names = chain([name], (f"{name}-{number}" for number in count(2)))
+        unique = next(each for each in names if each not in taken)
         after = "w8a8" if "w8a8" in taken else ""
         change = str(recipe.get("description", name))
         found.append(Rung(name=unique, after=after, change=change, calibration=str(folder)))

@@ -1,5 +1,8 @@
 """One rung's walk over the layers: the model with its arithmetic, whole, on all of the text.
 
+What a rung keeps is in the compute dtype; transformed tensors outside the layers are not rounded to the source's dtype,
+as they will be in a checkpoint.
+
 Peak memory: one layer in the compute dtype, and its rounded weights beside it.
 """
 

@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 from quantkit.report import page
-from quantkit.report.held_out import form_rows, held_out_tables, method_rows, worst_groups
+from quantkit.report.held_out import form_rows, held_out_tables, kv_plot, method_rows, worst_groups
 from quantkit.report.plots import heat_map, line_plot
 from quantkit.spec.calibration import CalibrationSummary, ClippingRow, GemmSummary
 
@@ -46,7 +46,8 @@ def _context(summary: CalibrationSummary) -> dict[str, Any]:
         **held_out_tables(summary.held_out),
         "forms": form_rows(summary.decisions.forms) if summary.decisions else [],
         "worst_groups": worst_groups(summary.decisions.groups) if summary.decisions else [],
-        "methods": method_rows(getattr(summary, "methods", ()), MAX_ROWS),
+        "methods": method_rows(summary.methods, MAX_ROWS),
+        "kv_plot": kv_plot(summary.kv_cache),
         "recipe": yaml.safe_dump(summary.recipe, sort_keys=False, allow_unicode=True),
     }
 

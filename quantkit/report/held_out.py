@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quantkit.report.plots import line_plot
+from quantkit.spec.calibration import KvSummary, MethodRow
 from quantkit.spec.decisions import FormDecisions, GroupError, HeldOut
 
 WORST_GROUPS = 12
@@ -79,9 +80,18 @@ def worst_groups(groups: Sequence[GroupError]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (-max(row["share"].values(), default=0.0), row["group"]))[:WORST_GROUPS]
 
 
-def method_rows(methods: Sequence[Any], most: int) -> list[dict[str, Any]]:
+def kv_plot(rows: Sequence[KvSummary]) -> str:
+    """Errors of an INT8 cache over the layers."""
+    series = {
+        "keys": {row.layer: row.key_error for row in rows},
+        "values": {row.layer: row.value_error for row in rows},
+    }
+    return _lines(series, "layer", "relative error")
+
+
+def method_rows(methods: Sequence[MethodRow], most: int) -> list[dict[str, Any]]:
     """Per method: places, changed ones, mean error before and after, and the places that gained most."""
-    by_method: defaultdict[str, list[Any]] = defaultdict(list)
+    by_method: defaultdict[str, list[MethodRow]] = defaultdict(list)
     for row in methods:
         by_method[row.method].append(row)
     return [

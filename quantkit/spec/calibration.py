@@ -130,26 +130,6 @@ class MethodRow(_Strict):
     note: str = ""
 
 
-class EvaluationRow(_Strict):
-    """The quantized model beside the source on the same text: one kind of text, one range of positions.
-
-    Attributes:
-        kind: of text.
-        first, last: positions in the sample, both included, from 0.
-        tokens: predicted there.
-        perplexity_source, perplexity: of the source and of the quantized model.
-        kl: mean KL(source || quantized) per token, nats.
-    """
-
-    kind: str
-    first: int
-    last: int
-    tokens: int
-    perplexity_source: float
-    perplexity: float
-    kl: float
-
-
 class CalibrationSummary(_Strict):
     """All of `calibration.json`.
 
@@ -169,7 +149,6 @@ class CalibrationSummary(_Strict):
         gemms: one row each, sorted by layer, role, expert.
         clipping: between kinds of text.
         methods: what methods that learn from text did.
-        evaluation: of the quantized model, when it was measured.
         expert_tokens: layer -> tokens of each expert.
         files: sha256 of the artifact's tensor files by name.
         kv_cache: one row for each layer that caches keys and values, where the recipe has `kv_cache`.
@@ -191,7 +170,6 @@ class CalibrationSummary(_Strict):
     gemms: tuple[GemmSummary, ...]
     clipping: tuple[ClippingRow, ...] = ()
     methods: tuple[MethodRow, ...] = ()
-    evaluation: tuple[EvaluationRow, ...] = ()
     expert_tokens: dict[int, tuple[int, ...]]
     files: dict[str, str]
     kv_cache: tuple[KvSummary, ...] = ()

@@ -237,7 +237,8 @@ def test_a_calibrated_recipe_is_the_converted_model(dense: Path, tmp_path: Path)
     for sample in plan.plan.samples.samples:
         p, q = logprobs(source, sample.ids), logprobs(ours, sample.ids)
         kl, tokens = kl + float((np.exp(p) * (p - q)).sum()), tokens + len(p)
-    assert found.rungs[1].scores.overall.kl == pytest.approx(kl / tokens, rel=1e-2)
+    # the checkpoint holds the rotated embeddings and head in BF16, the ladder has them in float32
+    assert found.rungs[1].scores.overall.kl == pytest.approx(kl / tokens, rel=0.03)
 
 
 def test_rungs_that_cannot_be_run_are_all_named(dense: Path, tmp_path: Path) -> None:

@@ -10,8 +10,25 @@ from markupsafe import escape
 from quantkit.calibrate.run import calibrate
 from quantkit.recipe import load_recipe, validated
 from quantkit.report.calibration import render
-from quantkit.spec.calibration import CalibrationSummary
+from quantkit.spec.calibration import CalibrationSummary, KvSummary, MethodRow
 from tests.browser import Browser, check_report
+
+METHODS = (
+    MethodRow(method="smooth", layer=0, name="layers.0.attn.in", before=0.0213, after=0.0151, note="strength 0.6"),
+    MethodRow(method="smooth", layer=1, name="layers.1.attn.in", before=0.0111, after=0.0111, note="does not pay"),
+)
+CACHE = tuple(
+    KvSummary(
+        layer=layer,
+        key_absmax=(3.0, 4.0),
+        value_absmax=(1.0, 2.0),
+        key_error=0.0077,
+        value_error=0.0066,
+        k_scale=0.0089,
+        v_scale=0.0045,
+    )
+    for layer in range(2)
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +44,7 @@ def summary(deepseek: Path, tmp_path_factory: pytest.TempPathFactory) -> Calibra
 @pytest.fixture(scope="module")
 def report(summary: CalibrationSummary, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(render(summary), encoding="utf-8")
+    path.write_text(render(summary.model_copy(update={"methods": METHODS, "kv_cache": CACHE})), encoding="utf-8")
     return path
 
 
@@ -52,6 +69,8 @@ def test_numbers_are_those_of_the_summary(summary: CalibrationSummary, report: P
         for kind, kl in by_kind.items():
             assert f">{1000 * kl:.2f}<" in page  # one sample of each kind: no standard error
             assert f"{held_out.perplexity[stream][kind]:.3f}" in page
+    for shown in ("2.13%", "1.51%", "strength 0.6", "1.62%", "1.31%", "0.77%", "0.0089"):  # 1.62, 1.31: means
+        assert shown in page
     exceptions = [row for form in decisions.forms.values() for row in form.exceptions]
     assert exceptions
     for row in exceptions:
