@@ -232,6 +232,10 @@ def _compare_int8(
         s_N1 = stored_rows(files, scale, box.slot, at, at + len(w_NK))
         tally.count += q_NK.numel()
         window = w_NK.float()[:, box.left : box.right]
+        if q_NK.shape != window.shape or s_N1.shape != (len(window), 1):
+            shapes = f"{list(q_NK.shape)} with scales {list(s_N1.shape)}"
+            tally.failures.append(f"{where}: rows {shapes}, the source's are {list(window.shape)}")
+            return
         if passed:
             tally.kind = _PASSED
             wrong = q_NK.float() * s_N1 != window

@@ -16,7 +16,7 @@ def check_coverage(manifest: Manifest, sizes: tuple[int, int]) -> tuple[int, lis
         sizes: decoder layers and routed experts by the config.
     """
     layers, experts = sizes
-    failures = _ranks(manifest, layers, experts)
+    failures = [*_ranks(manifest, layers, experts), *_contents(manifest, layers)]
     whole: dict[str, list[TensorRecord]] = defaultdict(list)
     for record in manifest.tensors:
         if not record.alias:
@@ -58,6 +58,39 @@ def _ranks(manifest: Manifest, layers: int, experts: int) -> list[str]:
         for expert in range(experts)
         if not holders[stage, expert]
     ]
+    return failures
+
+
+def _contents(manifest: Manifest, layers: int) -> list[str]:
+    """What the files of every rank hold against the layers and experts that are listed for it and against the other
+    ranks of its stage: each has a part of every tensor, and no file is read by nobody."""
+    held: dict[str, list[TensorRecord]] = defaultdict(list)
+    for record in manifest.tensors:
+        held[record.file].append(record)
+    read = {name for rank in manifest.ranks for name in rank.files}
+    failures = [f"{name}: no rank reads it" for name in sorted(held.keys() - read)]
+    stages: dict[int, dict[int, set[str]]] = defaultdict(dict)
+    for rank in manifest.ranks:
+        records = [record for name in rank.files for record in held.get(name, ())]
+        found = {record.layer for record in records if record.layer is not None and record.layer < layers}
+        if found != set(rank.layers):
+            failures.append(f"rank {rank.rank}: its files hold the layers {sorted(found)}, not {list(rank.layers)}")
+        routed = [record for record in records if record.experts]
+        failures += [
+            f"rank {rank.rank}: {record.name} holds the experts {list(record.experts)}, not {list(rank.experts)}"
+            for record in routed
+            if record.experts != rank.experts
+        ]
+        stages[manifest.mesh.coordinates(rank.rank).pp][rank.rank] = {record.name for record in records}
+    experts = {record.name for record in manifest.tensors if record.experts}
+    without = {rank.rank for rank in manifest.ranks if not rank.experts}
+    for names in stages.values():
+        every = set[str]().union(*names.values())
+        failures += [
+            f"rank {rank}: no file of it holds a part of {name}"
+            for rank, own in names.items()
+            for name in sorted(every - own - (experts if rank in without else set()))
+        ]
     return failures
 
 

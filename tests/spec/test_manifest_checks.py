@@ -15,7 +15,7 @@ from quantkit.convert.run import convert
 from quantkit.convert.verify import verify
 from quantkit.errors import InputError
 from quantkit.recipe import Recipe, load_recipe
-from quantkit.spec.manifest import SHARDED_NAME, Manifest, TensorRecord, manifest_bytes, read_manifest
+from quantkit.spec.manifest import SHARDED_NAME, Manifest, RankFiles, TensorRecord, manifest_bytes, read_manifest
 from quantkit.spec.mesh import Mesh
 
 Change = Callable[[TensorRecord], dict[str, Any]]
@@ -153,3 +153,36 @@ def test_named_sources_are_those_of_the_source(copy: Path, tiny: Callable[[str],
     rewrite_tensor(copy, lambda t: {"sources": ("model.layers.0.nothing.weight", *t.sources[1:])})
     failures = "\n".join(verify(copy, source=tiny("qwen3_moe")).failures)
     assert "model.layers.0.nothing.weight: not in the source" in failures
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda rank: {"files": rank.files[:-1]}, "rank 0: no file of it holds a part of "),
+        (lambda rank: {"files": ()}, "rank 0: its files hold the layers []"),
+        (lambda rank: {"layers": rank.layers[:-1]}, "rank 0: its files hold the layers [0, 1, 2], not [0, 1]"),
+        (lambda rank: {"experts": (4, *rank.experts[1:])}, "holds the experts [0, 1, 2], not [4, 1, 2]"),
+    ],
+)
+def test_a_rank_that_does_not_get_what_is_listed(
+    change: Callable[[RankFiles], dict[str, Any]], words: str, copy: Path
+) -> None:
+    first, *others = read_manifest(copy / SHARDED_NAME).ranks
+    rewrite(copy, ranks=(first.model_copy(update=change(first)), *others))
+    assert words in "\n".join(verify(copy, quick=True).failures)
+
+
+def test_a_file_that_no_rank_reads(copy: Path) -> None:
+    first, second = read_manifest(copy / SHARDED_NAME).ranks
+    rewrite(copy, ranks=(first, second.model_copy(update={"files": first.files})))
+    assert [f for f in verify(copy, quick=True).failures if "no rank reads it" in f]
+
+
+def test_a_role_of_other_sizes(copy: Path, tiny: Callable[[str], Path]) -> None:
+    """Columns of the source that the written tensor does not have are a failure, not a crash."""
+    manifest = read_manifest(copy / SHARDED_NAME)
+    rows = [replace(t, role="attn.qkv") if t.role == "attn.o" else t for t in manifest.tensors]
+    rewrite(copy, tensors=tuple(rows))
+    assert [
+        f for f in verify(copy, source=tiny("qwen3_moe")).failures if "attn.o.weight" in f and "the source's are" in f
+    ]
