@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 
 from quantkit.convert.boxes import Box, boxes, covered, overlap
-from quantkit.spec.manifest import Manifest, TensorRecord
+from quantkit.spec.manifest import EXTRA_FILES, Manifest, TensorRecord
 
 
 def check_coverage(manifest: Manifest, sizes: tuple[int, int]) -> tuple[int, list[str], str]:
@@ -63,12 +63,13 @@ def _ranks(manifest: Manifest, layers: int, experts: int) -> list[str]:
 
 def _contents(manifest: Manifest, layers: int) -> list[str]:
     """What the files of every rank hold against the layers and experts that are listed for it and against the other
-    ranks of its stage: each has a part of every tensor, and no file is read by nobody."""
+    ranks of its stage: each has a part of every tensor, and no file of a stage is read by nobody."""
     held: dict[str, list[TensorRecord]] = defaultdict(list)
     for record in manifest.tensors:
         held[record.file].append(record)
     read = {name for rank in manifest.ranks for name in rank.files}
-    failures = [f"{name}: no rank reads it" for name in sorted(held.keys() - read)]
+    unread = sorted(held.keys() - read - {f for f in held if f.startswith(f"{EXTRA_FILES}-")})
+    failures = [f"{name}: no rank reads it" for name in unread]
     stages: dict[int, dict[int, set[str]]] = defaultdict(dict)
     for rank in manifest.ranks:
         records = [record for name in rank.files for record in held.get(name, ())]

@@ -17,7 +17,7 @@ from quantkit.checkpoint.reader import Source
 from quantkit.convert.checkpoint_form import keep_tensor, kept_dtype, rows_of
 from quantkit.convert.decide import Decisions, Problems, is_extra
 from quantkit.convert.units import How, Piece, PlannedTensor, Zeros
-from quantkit.spec.manifest import RankFiles
+from quantkit.spec.manifest import EXTRA_FILES, RankFiles
 from quantkit.spec.mesh import Mesh
 from quantkit.spec.scheme import SCHEMES, group_size_for
 
@@ -92,7 +92,7 @@ class ShardedForm:
                     units = [self._build(target, self.mesh.moe_tp, rank, experts[ep]) for target in routed]
                     yield f"stage{stage}-ep{ep}-moetp{rank}", units
         extra = [key for key in self.decisions.written if is_extra(self.source, key)]
-        yield "extra", [(keep_tensor(self.source, key, key.shard_name),) for key in extra]
+        yield EXTRA_FILES, [(keep_tensor(self.source, key, key.shard_name),) for key in extra]
 
     def ranks(self, files: dict[str, tuple[str, ...]]) -> tuple[RankFiles, ...]:
         """What every rank reads, from the files of each set."""

@@ -25,6 +25,7 @@ SHARDED_NAME = "manifest.json"
 CHECKPOINT_NAME = "quantkit_manifest.json"
 SIGNATURE_NAME = "model.sig"  # beside either, when it was asked for; the usual name of model-signing
 FORMAT_VERSION = 1
+EXTRA_FILES = "extra"  # set of shard files with whole tensors that no rank reads: draft layers, vision towers
 
 
 class _Strict(BaseModel):

@@ -186,3 +186,30 @@ def test_a_role_of_other_sizes(copy: Path, tiny: Callable[[str], Path]) -> None:
     assert [
         f for f in verify(copy, source=tiny("qwen3_moe")).failures if "attn.o.weight" in f and "the source's are" in f
     ]
+
+
+def test_rows_that_no_rank_holds(copy: Path) -> None:
+    """A part that shrinks leaves a hole without overlap: the areas alone tell it."""
+    manifest = read_manifest(copy / SHARDED_NAME)
+    at = next(i for i, t in enumerate(manifest.tensors) if t.name == "embed.weight" and t.slices[0][1])
+    rows = list(manifest.tensors)
+    (dim, start, stop), *others = rows[at].slices
+    rows[at] = replace(rows[at], slices=((dim, start, stop - 1), *others))
+    rewrite(copy, tensors=tuple(rows))
+    assert [f for f in verify(copy, quick=True).failures if "embed.weight: the ranks hold" in f]
+
+
+def test_replicas_that_differ(copy: Path) -> None:
+    """A replicated tensor of one rank has other bytes, with right checksums of its own."""
+    manifest = read_manifest(copy / SHARDED_NAME)
+    at = next(i for i, t in enumerate(manifest.tensors) if t.role == "router")
+    rows = list(manifest.tensors)
+    rows[at] = replace(rows[at], xxh3="0" * 32)
+    rewrite(copy, tensors=tuple(rows))
+    assert [f for f in verify(copy, quick=True).failures if "differs from the same part in" in f]
+
+
+def test_an_expert_that_no_rank_holds(copy: Path) -> None:
+    ranks = read_manifest(copy / SHARDED_NAME).ranks
+    rewrite(copy, ranks=tuple(rank.model_copy(update={"experts": rank.experts[1:]}) for rank in ranks))
+    assert [f for f in verify(copy, quick=True).failures if "stage 0: no rank holds expert 0" in f]

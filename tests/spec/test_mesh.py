@@ -71,3 +71,15 @@ def test_coordinates_are_a_numbering(tp: int, pp: int, dp: int) -> None:
 )
 def test_misfits(mesh: Mesh, found: str) -> None:
     assert any(found in problem for problem in mesh.problems(8, 6)), mesh.problems(8, 6)
+
+
+@pytest.mark.parametrize(
+    ("policy", "held"),
+    [
+        ("first", ((0, 1), (2, 3), (4,))),
+        ("last", ((0,), (1,), (2, 3, 4))),
+        ("round_robin", ((0, 3), (1, 4), (2,))),
+    ],
+)
+def test_who_gets_the_remaining_experts(policy: str, held: tuple[tuple[int, ...], ...]) -> None:
+    assert Mesh(dp=3, ep=3, ep_policy=policy).rank_experts(5) == held  # type: ignore[arg-type]
