@@ -164,17 +164,17 @@ def _combined(module: Any, x_TH: Tensor, expert_Tk: Tensor, weight_Tk: Tensor) -
     whole = placement is None or placement.ranks.stage.size == 1
     if whole and not any(isinstance(getattr(module, name), Int8Experts) for name in projections):
         return _transformers_forward(module, x_TH, expert_Tk, weight_Tk)
-    if _on_card(module):
+    if _on_card(module, x_TH.dtype):
         return _routed(module, x_TH, expert_Tk, weight_Tk)
     tokens, k = expert_Tk.shape
     token_S = torch.arange(tokens, device=x_TH.device).repeat_interleave(k)
     return _weighted(_results(module, x_TH, expert_Tk.reshape(-1), token_S), weight_Tk).to(x_TH.dtype)
 
 
-def _on_card(module: Any) -> bool:
-    """Whether both projections run in the kernels for routed experts; a team adds sums between its ranks instead."""
+def _on_card(module: Any, dtype: torch.dtype) -> bool:
+    """Whether both projections run in the kernels for routed experts; in float32 a team adds int32 sums instead."""
     projections = [getattr(module, name) for name in (_entering(module), "down_proj")]
-    int8 = all(isinstance(one, Int8Experts) and one.team.size == 1 for one in projections)
+    int8 = all(isinstance(one, Int8Experts) and not one.adds_sums(dtype) for one in projections)
     return int8 and routed.serves(projections[0].family)
 
 

@@ -1,9 +1,9 @@
 """Linear layers whose weight is INT8 per output channel and whose input is quantized as it arrives.
 
-Where a team of ranks splits the input channels (row-parallel layers), the scale of a token is the largest one over the
-team: each rank sees a part of the token, and only with one common scale are the partial sums those of a single
-process. In float32, the dtype of proofs, the int32 sums themselves are added, so the result is the single process's
-bit for bit; in shorter dtypes the ranks add what they have scaled, which moves half the bytes.
+Where a team of ranks splits the input channels (row-parallel layers), each rank sees a part of a token. In float32, the
+dtype of proofs, its scale is the largest one over the team and the int32 sums themselves are added: only with one
+common scale are the partial sums those of a single process, and then the result is so bit for bit. In shorter dtypes a
+rank scales its own part, which is finer and one collective less, and the ranks add what they have scaled.
 
 Shape suffixes: T tokens, S places (a token's expert), N output channels, K input channels, E experts.
 """
@@ -58,14 +58,14 @@ class _Int8(nn.Module):
 
     def quantize(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
         """int8 `[T, K]` and float32 scales `[T, 1]` or `[T, K / group]`; groups lie within a rank."""
-        if self.team.size == 1 or self.group_size:
+        if not self.adds_sums(x_TK.dtype):
             q, scale = registry.find("quantize", self.family).run(x_TK, self.group_size)
             return q, scale
         scale = self.team.max(scale_from_absmax(x_TK.abs().amax(dim=-1, keepdim=True)))
         return quantize(x_TK, scale), scale
 
     def adds_sums(self, dtype: torch.dtype) -> bool:
-        """Whether the team adds int32 sums before they are scaled."""
+        """Whether the team shares one scale and adds int32 sums before they are scaled."""
         return self.team.size > 1 and dtype == torch.float32 and not self.group_size
 
     def extra_repr(self) -> str:

@@ -20,7 +20,7 @@ from quantkit_runtime.kv_cache import KvFormat
 from quantkit_runtime.session import make_runner
 from tests.families import VOCAB, make_tiny
 
-TOKENS, NEW_TOKENS = 12, 4
+TOKENS, NEW_TOKENS = 12, 3
 
 
 def prompt(tokens: int = TOKENS, seed: int = 7, vocab: int = VOCAB) -> torch.Tensor:
@@ -39,21 +39,22 @@ def prepare(family: str, folder: Path, meshes: dict[str, Mesh], recipe: str = "w
     return refused
 
 
-def run_model(folder: Path, *prompts: torch.Tensor, new_tokens: int = NEW_TOKENS, **options: Any) -> dict[str, Any]:
+def run_model(folder: Path, *prompts: torch.Tensor, dtype: str = "float32", **options: Any) -> dict[str, Any]:
     """Load this process's part, run a forward and a greedy generation on the prompt of its replica."""
+    compute = getattr(torch, dtype)
     loaded = load_model(
-        folder, devices.resolve("cpu"), torch.float32, cache_tokens=TOKENS + NEW_TOKENS, prompt_tokens=TOKENS, **options
+        folder, devices.resolve("cpu"), compute, cache_tokens=TOKENS + NEW_TOKENS, prompt_tokens=TOKENS, **options
     )
     ids = prompts[loaded.files.ranks.at.dp % len(prompts)]
     with torch.no_grad(), loaded.trace():
         logits = loaded.model(input_ids=ids).logits
-        fmt = KvFormat(torch.float32, torch.float32)
-        engine = Engine(make_runner(loaded, fmt, 1 + fmt.blocks(ids.shape[1] + new_tokens)))
-        (generated,) = engine.generate(ids.tolist(), new_tokens)
+        fmt = KvFormat(compute, compute)
+        engine = Engine(make_runner(loaded, fmt, 1 + fmt.blocks(ids.shape[1] + NEW_TOKENS)))
+        (generated,) = engine.generate(ids.tolist(), NEW_TOKENS)
     verdict = loaded.account.verdict()
     placements = [module.placement for module in loaded.model.modules() if hasattr(module, "placement")]
     return {
-        "logits": logits.numpy(),
+        "logits": logits.float().numpy(),
         "tokens": generated.tokens,
         "expected": loaded.account.expected,
         "routed": loaded.account.routed,

@@ -106,6 +106,22 @@ def test_other_schemes_are_split_too(world: World, tmp_path: Path, recipe: str, 
         assert not rank["fallbacks"]
 
 
+def test_in_bfloat16_each_rank_scales_its_part(families: Prepared, world: World) -> None:
+    """No bit is the same, and the logits are as near to the float32 ones as those of one process."""
+    for family in ("llama", "gpt_oss", "qwen3_moe"):
+        folder, _, exact = families[family]
+        run = partial(tasks.run_model, dtype="bfloat16")
+        errors = [
+            float(np.linalg.norm(found["logits"] - exact["logits"]) / np.linalg.norm(exact["logits"]))
+            for found in (
+                *world.mesh(run, 1, folder / "one", tasks.prompt()),
+                *world.mesh(run, 2, folder / "tp2", tasks.prompt()),
+            )
+        ]
+        assert errors[1] == errors[2]
+        assert 0 < errors[1] < 1.5 * errors[0] < 0.1
+
+
 EXPERTS = {
     "ep": Mesh(tp=2, ep=2),
     "ep over replicas": Mesh(dp=2, ep=2),
