@@ -21,8 +21,8 @@ from quantkit.spec.mesh import Coordinates, Mesh
 
 T = TypeVar("T")
 
-TIMEOUT = timedelta(minutes=10)
-"""After which a rank stops waiting for one that died."""
+TIMEOUT = timedelta(hours=1)
+"""After which a rank stops waiting for another, which may load for long; `torchrun` ends the rest of a dead one."""
 
 
 @dataclass(frozen=True)

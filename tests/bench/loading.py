@@ -1,0 +1,82 @@
+"""Loading against reading: tensors of a rank's files into their final memory, hashed, against plain reads of the bytes.
+
+The files lie in the page cache, so the figure is that of the code and not that of a disk. On a card the tensors end
+there. `--gib` is the size of the files; `--device cuda` needs a card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from statistics import median
+
+import common
+import torch
+import xxhash
+from safetensors.torch import save_file
+
+from quantkit.spec.tensorfile import read_header
+from quantkit_runtime import device as devices
+from quantkit_runtime.reader import PIECE, Reader
+from quantkit_runtime.shards import Stored
+
+TENSOR = 256 * 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=8)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "hip"))
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    device = devices.resolve(options.device)
+    common.SCRATCH.mkdir(parents=True, exist_ok=True)
+    path = common.SCRATCH / "loading.safetensors"
+    stored = written(path, max(1, int(options.gib * 2**30) // TENSOR))
+    rates: dict[str, list[float]] = {"raw": [], "load": [], "load, no checksums": []}
+    for _ in range(options.repeats):  # in turn, so that what else the machine does meets all of them
+        rates["raw"].append(raw(path, stored))
+        rates["load"].append(load(path.parent, stored, device.torch, verify=True))
+        rates["load, no checksums"].append(load(path.parent, stored, device.torch, verify=False))
+    path.unlink()
+    total = sum(one.info.nbytes for one in stored)
+    found = {name: total / median(seconds) / 1e9 for name, seconds in rates.items()}
+    ratio = found["load"] / found["raw"]
+    print(json.dumps({"device": device.line, "bytes": total, "GB/s": found, "load / raw": ratio}, indent=2))
+
+
+def written(path: Path, count: int) -> list[Stored]:
+    """A file of `count` INT8 tensors, and where they lie."""
+    tensor = torch.randint(-127, 128, (TENSOR,), dtype=torch.int8)
+    digest = xxhash.xxh3_128_hexdigest(tensor.numpy().data)
+    save_file({f"t{number:03}": tensor.clone() for number in range(count)}, path)
+    return [Stored(path.name, info, digest) for info in read_header(path).tensors.values()]
+
+
+def raw(path: Path, stored: list[Stored]) -> float:
+    """Seconds to read the bytes in the same pieces into host memory that is new, as a rank's is."""
+    start = time.perf_counter()
+    descriptor = os.open(path, os.O_RDONLY)
+    for one in stored:
+        memory = torch.empty(one.info.nbytes, dtype=torch.uint8).numpy().data
+        for first in range(0, one.info.nbytes, PIECE):
+            os.preadv(descriptor, [memory[first : first + PIECE]], one.info.start + first)
+    os.close(descriptor)
+    return time.perf_counter() - start
+
+
+def load(root: Path, stored: list[Stored], device: torch.device, *, verify: bool) -> float:
+    start = time.perf_counter()
+    with Reader(root, stored, device, verify=verify) as reader:
+        for one in stored:
+            assert reader.take(one) is not None
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
