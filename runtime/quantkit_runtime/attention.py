@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quantkit.errors import first_line
-from quantkit_runtime.kv_cache import KvCache, LayerSpec
+from quantkit_runtime.kv_cache import KvCache, Layer, LayerSpec
 
 NAME = "quantkit_paged"
 PROBE = "quantkit_probe"
@@ -36,7 +36,7 @@ class Step:
 
     Attributes:
         cache: the pool.
-        slots: int64 `[T]`, where each token's keys and values go.
+        write: puts keys and values `[T, G, D]` of the tokens into a layer.
         table: int32 `[B, blocks]`, padded with 0.
         lengths: int32 `[B]`, positions of each sequence after this step.
         decode: the `paged_decode` kernel (see `kernels.reference`).
@@ -44,7 +44,7 @@ class Step:
     """
 
     cache: KvCache
-    slots: Tensor
+    write: Callable[[Layer, Tensor, Tensor], None]
     table: Tensor
     lengths: Tensor
     decode: Callable[..., Tensor]
@@ -87,8 +87,7 @@ def paged_attention(
     """Called by every layer: query `[1, H, T, D]`, key and value `[1, G, T, D]` of new tokens -> `[1, T, H, D]`."""
     layer = step.cache.layers[module.layer_idx]
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
-    layer.keys.write(step.slots, k_TGD)
-    layer.values.write(step.slots, v_TGD)
+    step.write(layer, k_TGD, v_TGD)
     if not step.chunks:
         stores = layer.keys.data, layer.keys.scale, layer.values.data, layer.values.scale
         decoded = step.decode(

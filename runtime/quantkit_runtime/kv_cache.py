@@ -119,9 +119,15 @@ class Store:
 
 
 class Layer(NamedTuple):
+    """What a layer holds."""
+
     spec: LayerSpec
     keys: Store
     values: Store
+
+    def write(self, slots_T: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> None:
+        self.keys.write(slots_T, k_TGD)
+        self.values.write(slots_T, v_TGD)
 
 
 class KvCache:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.errors import first_line
 from quantkit_runtime.attention import NAME, Step, implementation
-from quantkit_runtime.kv_cache import KvCache
+from quantkit_runtime.kv_cache import KvCache, Layer
 from quantkit_runtime.memory import cache_bytes
 
 
@@ -38,17 +38,27 @@ class PagedRunner:
         cache: the pool.
         device: where both lie.
         decode: the `paged_decode` kernel.
+        rope_write: a kernel that writes keys and values as one; None writes them in torch.
     """
 
-    def __init__(self, model: Any, cache: KvCache, device: torch.device, decode: Callable[..., Tensor]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        cache: KvCache,
+        device: torch.device,
+        decode: Callable[..., Tensor],
+        rope_write: Callable[..., Tensor] | None = None,
+    ) -> None:
         self.model, self.cache, self.device, self.decode = model, cache, device, decode
+        dims = {dim for layer in cache.layers.values() for dim in (layer.spec.key_dim, layer.spec.value_dim)}
+        self._rope_write = rope_write if len(dims) == 1 else None
         self.reserve, self.release, self.nbytes = cache.reserve, cache.release, cache.nbytes
         self.kind = f"paged, {cache.format.name}, blocks of {cache.format.block}"
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self.eager_because = "no graphs were asked for"
 
-    def forward(self, chunks: list[Chunk]) -> Tensor:
-        """Logits `[B, V]` of the last token of every chunk; their blocks are reserved."""
+    def forward(self, chunks: list[Chunk], every_token: bool = False) -> Tensor:
+        """Logits `[B, V]` of the last token of every chunk, or `[T, V]` of all; their blocks are reserved."""
         if all(len(chunk.ids) == 1 for chunk in chunks):
             return self._decode(chunks)
         ids = [token for chunk in chunks for token in chunk.ids]
@@ -57,18 +67,27 @@ class PagedRunner:
         shapes = tuple((len(chunk.ids), chunk.stop) for chunk in chunks)
         packed = torch.tensor([ids, positions, slots], device=self.device)
         table = torch.from_numpy(self._tables(chunks, len(chunks), 0)).to(self.device)
-        return self.prefill(packed, table, shapes)
+        return self.prefill(packed, table, shapes, every_token)
 
-    def prefill(self, packed_3T: Tensor, table: Tensor, shapes: tuple[tuple[int, int], ...]) -> Tensor:
-        """Ids, positions and slots of packed tokens; (tokens, length after them) of each sequence."""
-        last = torch.tensor([tokens for tokens, _ in shapes], device=self.device).cumsum(0) - 1
+    def prefill(
+        self, packed_3T: Tensor, table: Tensor, shapes: tuple[tuple[int, int], ...], every_token: bool = False
+    ) -> Tensor:
+        """Ids, positions and slots of packed tokens; (tokens, length after them) of each sequence.
+
+        Returns:
+            Logits of the last token of each sequence, or of every token.
+        """
+        last: Any = (
+            0 if every_token else torch.tensor([tokens for tokens, _ in shapes], device=self.device).cumsum(0) - 1
+        )
         lengths = torch.tensor([length for _, length in shapes], dtype=torch.int32, device=self.device)
-        return self._run(packed_3T, last, Step(self.cache, packed_3T[2], table, lengths, self.decode, shapes))
+        write = self._writer(packed_3T[2])
+        return self._run(packed_3T, last, Step(self.cache, write, table, lengths, self.decode, shapes))
 
     def decode_rows(self, rows: Tensor) -> Tensor:
         """One token of each sequence from int32 rows `[B, 3 + blocks]`: id, position, slot, block table."""
         packed = rows[:, :3].T.long()
-        step = Step(self.cache, packed[2], rows[:, 3:], rows[:, 1] + 1, self.decode)
+        step = Step(self.cache, self._writer(packed[2]), rows[:, 3:], rows[:, 1] + 1, self.decode)
         return self._run(packed, 0, step)
 
     def capture(self, batch: int, width: int) -> None:
@@ -115,6 +134,20 @@ class PagedRunner:
         for row, table in zip(padded, tables, strict=False):
             row[: len(table)] = table
         return padded
+
+    def _writer(self, slots_T: Tensor) -> Callable[[Layer, Tensor, Tensor], None]:
+        kernel = self._rope_write
+        if kernel is None:
+            return lambda layer, k_TGD, v_TGD: layer.write(slots_T, k_TGD, v_TGD)
+        dim = next(iter(self.cache.layers.values())).spec.key_dim
+        cos, sin = (torch.full((len(slots_T), dim), value, device=self.device) for value in (1.0, 0.0))
+
+        def write(layer: Layer, k_TGD: Tensor, v_TGD: Tensor) -> None:
+            """The keys are rotated already: here by nothing."""
+            kv_TD = torch.cat((k_TGD, v_TGD), 1).flatten(1)
+            kernel(kv_TD, cos, sin, slots_T, layer.keys.data, layer.keys.scale, layer.values.data, layer.values.scale)
+
+        return write
 
     def _run(self, packed_3T: Tensor, last: Any, step: Step) -> Tensor:
         ids, positions = packed_3T[0:1], packed_3T[1:2]

@@ -50,8 +50,9 @@ def make_runner(loaded: LoadedModel, fmt: KvFormat, blocks: int) -> Runner:
     device = loaded.device.torch
     if isinstance(loaded.kv, str):
         return TransformersRunner(loaded.model, device, loaded.kv)
-    decode = registry.find("paged_decode", loaded.device.family).run
-    return PagedRunner(loaded.model, KvCache(loaded.kv, fmt, blocks, device), device, decode)
+    decode, write = (registry.find(op, loaded.device.family) for op in ("paged_decode", "rope_write"))
+    fused = write.run if write.name == "triton" else None  # torch's form of it waits for the device
+    return PagedRunner(loaded.model, KvCache(loaded.kv, fmt, blocks, device), device, decode.run, fused)
 
 
 def start(loaded: LoadedModel, options: Options) -> tuple[Engine, MemoryTable]:

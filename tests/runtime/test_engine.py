@@ -14,7 +14,8 @@ from quantkit.archs.modeling import load_tokenizer
 from quantkit.errors import InputError, UsageError
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.graft import LoadedModel
-from quantkit_runtime.kv_cache import KvFormat
+from quantkit_runtime.kernels import reference
+from quantkit_runtime.kv_cache import KvCache, KvFormat
 from quantkit_runtime.runner import Chunk, PagedRunner, TransformersRunner
 from quantkit_runtime.session import make_runner
 from quantkit_runtime.tokenizer import encode, stop_tokens
@@ -141,6 +142,26 @@ def test_decode_from_fixed_rows_is_that_of_fitting_ones(tiny: Callable[[str], Pa
     assert drive.generate(texts[:1], 9) == want[:1]
     assert drive.generate(texts, 9) == want
     assert graphs[2].replays == graphs[4].replays == 8
+
+
+@pytest.mark.parametrize("keys", [torch.float32, torch.int8])
+def test_keys_and_values_written_by_one_kernel_are_the_same(
+    tiny: Callable[[str], Path], load: Load, keys: torch.dtype
+) -> None:
+    loaded, texts, fmt = load(tiny("llama")), prompts(30, 4, 17), KvFormat(keys, torch.float32)
+    runner = make_runner(loaded, fmt, 13)
+    assert isinstance(runner, PagedRunner)
+    fused = PagedRunner(loaded.model, make_cache(runner), runner.device, runner.decode, reference.rope_write)
+    want, got = (Engine(one, batch=3, chunk=20).generate(texts, 9) for one in (runner, fused))
+    assert got == want
+    for layer, other in zip(runner.cache.layers.values(), fused.cache.layers.values(), strict=True):
+        assert torch.equal(layer.keys.data, other.keys.data)
+        assert torch.equal(layer.values.data, other.values.data)
+
+
+def make_cache(like: PagedRunner) -> KvCache:
+    layers = [layer.spec for layer in like.cache.layers.values()]
+    return KvCache(layers, like.cache.format, like.cache.free_blocks + 1, like.device)
 
 
 def test_what_can_never_fit_is_refused(tiny: Callable[[str], Path], load: Load) -> None:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from quantkit_runtime.memory import MemoryTable
     from quantkit_runtime.sampling import Sampling
 
+OPS = ("w8a8_gemm", "grouped_gemm", "quantize", "paged_decode", "rope_write")
+"""Operations whose kernels a report names."""
+
 _SHOWN: dict[str, Any] = {"show_default": True}
 _OPTIONS = (
     click.option("--device", default="auto", **_SHOWN, help="auto, cpu, cuda or hip."),
@@ -85,7 +88,7 @@ def open_session(
 def session_report(loaded: LoadedModel, engine: Engine, table: MemoryTable) -> dict[str, Any]:
     """What a session runs on, for `--json`."""
     from quantkit_runtime.fuse import outcomes
-    from quantkit_runtime.kernels.registry import skipped
+    from quantkit_runtime.kernels import registry
 
     runner = engine.runner
     return {
@@ -95,7 +98,8 @@ def session_report(loaded: LoadedModel, engine: Engine, table: MemoryTable) -> d
         "graphs": sorted(runner.graphs),
         "eager_because": "" if runner.graphs else runner.eager_because,
         "fusions": {row.name: {"fused": len(row.fused), "refused": row.refused} for row in outcomes(loaded.model)},
-        "kernels_passed_over": skipped(loaded.device.family),
+        "kernels": {op: registry.names(op, loaded.device.family)[:1] for op in OPS},
+        "kernels_passed_over": registry.skipped(loaded.device.family),
         "memory": {**dict(table.rows()), "fits": table.fits()},
     }
 
@@ -103,7 +107,7 @@ def session_report(loaded: LoadedModel, engine: Engine, table: MemoryTable) -> d
 def print_session(out: Console, loaded: LoadedModel, engine: Engine, table: MemoryTable) -> None:
     """The memory table and what serves."""
     from quantkit_runtime.fuse import outcomes
-    from quantkit_runtime.kernels.registry import skipped
+    from quantkit_runtime.kernels import registry
 
     runner = engine.runner
     graphs = f"graphs of {len(runner.graphs)} batch sizes" if runner.graphs else f"eager ({runner.eager_because})"
@@ -111,7 +115,7 @@ def print_session(out: Console, loaded: LoadedModel, engine: Engine, table: Memo
     out.print(f"KV cache: {runner.kind}; decode steps: {graphs}", markup=False)
     for line in [f"fusion {row.line}" for row in outcomes(loaded.model)]:
         out.print(line, markup=False)
-    for line in skipped(loaded.device.family):
+    for line in registry.skipped(loaded.device.family):
         out.print(f"kernel passed over: {line}", markup=False)
     print_table(out, "Memory", ["what", "size"], [[name, human_size(size)] for name, size in table.rows()])
     if table.fits():
