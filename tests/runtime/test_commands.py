@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,17 @@ def test_bench_measures_every_shape_beside_the_source(converted: Converted) -> N
         assert rows["left_out"] == []
     assert "times BF16" in err
     assert "no such positions: 99,999 tokens" in err
+
+
+def test_bench_turns_fusions_on_one_by_one(converted: Converted) -> None:
+    options = ("--lengths", 6, "--batches", 1, "--sweep-length", 6, "--steps", 2, "--repeats", 1, "--ablate", "--json")
+    code, out, err = run("bench", converted(TINY[0]), *options)
+    assert code == 0, err
+    rows = json.loads(out)["ablation"]
+    assert [row["added"] for row in rows] == ["none", "qkv", "gate_up", "act_quant", "norm_quant"]
+    assert all(row["ttft"] > 0 and row["p50"] > 0 for row in rows)
+    assert "+ norm_quant" in err
+    assert [int(count) > 0 for count in re.findall(r"fusion qkv: (\d+) fused", err)] == [True] * 5
 
 
 def test_bench_options_are_checked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ def _numbers(_: click.Context, param: click.Parameter, value: str) -> list[int]:
     type=(click.Choice(["bf16"]), click.Path(path_type=Path)),
     help="bf16 SOURCE: measure the source model as well, in this process.",
 )
+@click.option("--ablate", is_flag=True, help="Also turn the fusions on one by one, at the sweep's length.")
 @session_options
 @json_option
 def command(
@@ -49,6 +51,7 @@ def command(
     steps: int,
     repeats: int,
     baseline: tuple[str, Path] | None,
+    ablate: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -58,13 +61,17 @@ def command(
     Examples:
       quantkit-runtime bench OUT
       quantkit-runtime bench OUT --baseline bf16 SOURCE --json > bench.json
+      quantkit-runtime bench OUT --ablate --lengths 512 --batches 1
     """
     from quantkit_runtime import bench
     from quantkit_runtime import device as devices
     from quantkit_runtime.loader import require_folder
+    from quantkit_runtime.parallel import is_first, leave
     from quantkit_runtime.tokenizer import max_positions, require_positions
 
-    def measure(root: Path, **changed: Any) -> tuple[dict[str, Any], Speeds]:
+    def measure(
+        root: Path, lengths: Sequence[int], batches: Sequence[int], **changed: Any
+    ) -> tuple[dict[str, Any], Speeds]:
         devices.forget()
         context = require_positions(root, max(*lengths, sweep_length), steps + 1)
         loaded, engine, table = open_session(root, context, batches[-1], **{**options, **changed})
@@ -77,20 +84,25 @@ def command(
         return {**report, "memory_peak": peak, **bench.as_json(speeds, sweep_length)}, speeds
 
     out = console(as_json)
+    out.quiet = not is_first()
     require_folder(folder)
     longest = max_positions(folder) - steps
     for length in [length for length in lengths if length > longest]:
         out.print(f"not measured, the model has no such positions: {length:,} tokens and {steps} new ones")
     lengths = [length for length in lengths if length <= longest] or lengths
-    report, speeds = measure(folder)
-    reports, source = {"candidate": report}, None
+    report, speeds = measure(folder, lengths, batches)
+    reports: dict[str, Any] = {"candidate": report}
+    source = None
     if baseline is not None:
         out.rule("the source in BF16", align="left")
         reports["baseline"], source = measure(
-            baseline[1], dtype="bfloat16", kv_keys="bf16", kv_values="bf16", no_verify=True
+            baseline[1], lengths, batches, dtype="bfloat16", kv_keys="bf16", kv_values="bf16", no_verify=True
         )
     _print(out, speeds, source, sweep_length)
-    if as_json:
+    if ablate:
+        reports["ablation"] = _ablation(out, lambda fuse: measure(folder, (sweep_length,), (1,), fuse=fuse))
+    leave()
+    if as_json and is_first():
         print_json(reports)
 
 
@@ -126,6 +138,31 @@ def _print(out: Console, speeds: Speeds, source: Speeds | None, sweep: int) -> N
     if found is not None:
         best, enough = found
         out.print(f"most tokens/s behind {sweep:,} tokens: {best} sequences at once; {enough} give at least 90 % of it")
+
+
+def _ablation(out: Console, measure: Callable[[str], tuple[dict[str, Any], Speeds]]) -> list[dict[str, Any]]:
+    """Prefill and decode with none of the fusions, then with one more each time."""
+    from quantkit_runtime.fuse import PASSES
+
+    names = list(PASSES)
+    found: list[dict[str, Any]] = []
+    for count in range(len(names) + 1):
+        _, speeds = measure(",".join(names[:count]) or "none")
+        added = names[count - 1] if count else "none"
+        found.append({"added": added, "ttft": speeds.prefill[0].ttft, "p50": speeds.decode[0].p50})
+    rows = [
+        [
+            row["added"] if row is found[0] else f"+ {row['added']}",
+            f"{row['ttft'] * 1e3:.2f}",
+            f"{before['ttft'] / row['ttft']:.3f}",
+            f"{row['p50'] * 1e3:.3f}",
+            f"{before['p50'] / row['p50']:.3f}",
+        ]
+        for before, row in zip([found[0], *found], found, strict=False)
+    ]
+    columns = ["fusions", "first token, ms", "gain", "p50, ms a token", "gain"]
+    print_table(out, "Fusions, one by one", columns, rows)
+    return found
 
 
 def _ratio(before: dict[Any, float], shape: Any, seconds: float) -> str:

@@ -47,6 +47,7 @@ def command(
     """
     from quantkit.archs.modeling import load_tokenizer
     from quantkit_runtime.loader import require_folder
+    from quantkit_runtime.parallel import is_first, leave
     from quantkit_runtime.sampling import Sampling
     from quantkit_runtime.tokenizer import encode, read_prompts, require_positions, stop_tokens
 
@@ -60,6 +61,7 @@ def command(
         folder, context, at_once, sampling=sampling, stop=stop_tokens(folder), **options
     )
     out = console(as_json)
+    out.quiet = not is_first()
     print_session(out, loaded, engine, table)
     found = engine.generate(ids, max_new_tokens)
     whole = [
@@ -73,7 +75,8 @@ def command(
         f"forwards: {counts['prefills']} of prefill, {counts['decodes']} of decode; "
         f"sequences that gave their KV blocks back and were computed again: {counts['preemptions']}"
     )
-    if as_json:
+    leave()
+    if as_json and is_first():
         texts_json = [
             {"text": text, "tokens": list(one.tokens), "stopped": one.stopped, "prompt_tokens": len(prompt)}
             for text, one, prompt in zip(whole, found, ids, strict=True)
