@@ -66,7 +66,7 @@ def command(
     from quantkit_runtime import bench
     from quantkit_runtime import device as devices
     from quantkit_runtime.loader import require_folder
-    from quantkit_runtime.parallel import is_first, leave
+    from quantkit_runtime.parallel import leave
     from quantkit_runtime.tokenizer import max_positions, require_positions
 
     def measure(
@@ -84,7 +84,6 @@ def command(
         return {**report, "memory_peak": peak, **bench.as_json(speeds, sweep_length)}, speeds
 
     out = console(as_json)
-    out.quiet = not is_first()
     require_folder(folder)
     longest = max_positions(folder) - steps
     for length in [length for length in lengths if length > longest]:
@@ -102,7 +101,7 @@ def command(
     if ablate:
         reports["ablation"] = _ablation(out, lambda fuse: measure(folder, (sweep_length,), (1,), fuse=fuse))
     leave()
-    if as_json and is_first():
+    if as_json:
         print_json(reports)
 
 

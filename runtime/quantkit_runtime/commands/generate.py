@@ -47,7 +47,7 @@ def command(
     """
     from quantkit.archs.modeling import load_tokenizer
     from quantkit_runtime.loader import require_folder
-    from quantkit_runtime.parallel import is_first, leave
+    from quantkit_runtime.parallel import leave
     from quantkit_runtime.sampling import Sampling
     from quantkit_runtime.tokenizer import encode, read_prompts, require_positions, stop_tokens
 
@@ -61,7 +61,6 @@ def command(
         folder, context, at_once, sampling=sampling, stop=stop_tokens(folder), **options
     )
     out = console(as_json)
-    out.quiet = not is_first()
     print_session(out, loaded, engine, table)
     found = engine.generate(ids, max_new_tokens)
     whole = [
@@ -76,7 +75,7 @@ def command(
         f"sequences that gave their KV blocks back and were computed again: {counts['preemptions']}"
     )
     leave()
-    if as_json and is_first():
+    if as_json:
         texts_json = [
             {"text": text, "tokens": list(one.tokens), "stopped": one.stopped, "prompt_tokens": len(prompt)}
             for text, one, prompt in zip(whole, found, ids, strict=True)
