@@ -22,6 +22,8 @@ from quantkit.recipe import Calibration
 from quantkit.spec.baseline import Sequence as Tokens
 
 MIN_TOKENS = 16
+POOL = 10
+"""Texts of a kind that are looked at: the last ones of the shipped kinds that a default calibration leaves over."""
 LONG_TOKENS = 2048
 LONG_MOST = 16_384
 """Length of the long text where nothing else is asked for: at least the first, twice the largest window or top-k count
@@ -91,10 +93,10 @@ def _rows(data: Sequence[str]) -> dict[str, list[Row]]:
 
 
 def _texts(tokenizer: Any, kind: str, rows: list[Row], options: TextOptions, longest: int) -> Iterator[Tokens]:
-    """The first texts of a kind that are as long as wanted, else its longest ones."""
+    """The longest of the first texts of a kind."""
     limit = min(options.tokens, longest)
-    encoded = [(text, encode(tokenizer, text)[:limit]) for row in rows[: 8 * options.texts] for text in [_plain(row)]]
-    usable = [pair for pair in encoded if len(pair[1]) >= min(MIN_TOKENS, limit)]
+    encoded = [_encoded(tokenizer, row) for row in rows[: max(POOL, 2 * options.texts)]]
+    usable = [(text, ids[:limit]) for text, ids in encoded if len(ids) >= min(MIN_TOKENS, limit)]
     chosen = sorted(usable, key=lambda pair: -len(pair[1]))[: options.texts]
     if not chosen:
         raise InputError(f"no text of kind {kind} has {MIN_TOKENS} tokens", "give longer texts with --data")
@@ -108,9 +110,10 @@ def _prompts(tokenizer: Any, kind: str, rows: list[Row], options: TextOptions) -
     for row in rows:
         if number == options.prompts:
             return
-        if row.messages and getattr(tokenizer, "chat_template", None):
-            text = render_chat(tokenizer, [message for message in row.messages if message["role"] == "user"][:1])
-            ids = tokenizer(text, add_special_tokens=False).input_ids
+        if _templated(tokenizer, row):
+            asked = [message for message in row.messages if message["role"] == "user"][:1]
+            text = render_chat(tokenizer, asked)
+            ids = list(tokenizer(text, add_special_tokens=False).input_ids)
         else:
             text, ids = _plain(row), encode(tokenizer, _plain(row))[:PROMPT_TOKENS]
         if 2 <= len(ids) <= 4 * PROMPT_TOKENS:
@@ -183,6 +186,18 @@ def _sequence(name: str, kind: str, use: Any, ids: Sequence[int], text: str = ""
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, verbose=False)["input_ids"])
+
+
+def _encoded(tokenizer: Any, row: Row) -> tuple[str, list[int]]:
+    """Text and ids of a row as a calibration feeds it: dialogues under the chat template where there is one."""
+    if not _templated(tokenizer, row):
+        return _plain(row), encode(tokenizer, _plain(row))
+    text = render_chat(tokenizer, row.messages, generation=False)
+    return text, list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _templated(tokenizer: Any, row: Row) -> bool:
+    return bool(row.messages and getattr(tokenizer, "chat_template", None))
 
 
 def _plain(row: Row) -> str:

@@ -254,10 +254,14 @@ class LayerComparison:
 
 
 def per_token(want: Tensor, got: Tensor) -> Tensor:
-    """||difference|| / ||want|| of every row; infinity where `got` is not finite or of another shape."""
+    """||difference|| / ||want|| of every row; infinity where `got` is not finite or of another shape.
+
+    Rows smaller than the median one are divided by that: a gate of one number that passes through zero says nothing.
+    """
     if want.shape != got.shape:
         return torch.full((len(want),), math.inf)
-    return finite((got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-30))
+    size = want.norm(dim=-1)
+    return finite((got - want).norm(dim=-1) / torch.maximum(size, size.median()).clamp(min=1e-30))
 
 
 def finite(errors: Tensor) -> Tensor:

@@ -68,14 +68,14 @@ def tokenizer_record(root: Path, tokenizer: Any) -> TokenizerRecord:
     )
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
-    """A conversation under the tokenizer's chat template, up to where the model begins to answer.
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generation: bool = True) -> str:
+    """A conversation under the tokenizer's chat template, with `generation` up to where the model begins to answer.
 
     Raises:
         InputError: the template fails.
     """
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation))
     except Exception as error:  # templates are programs: they raise what they like
         raise InputError(
             f"the chat template of the tokenizer fails: {first_line(error)}",

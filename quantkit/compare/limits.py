@@ -3,7 +3,7 @@
 Why the limits of one layer differ between the two sections. bf16 arithmetic changes what a layer adds to the hidden
 states by 0.2 to 0.5 percent: 1e-2 with room, and a cosine of 0.999. INT8 rounds weights and inputs of every GEMM by
 about one percent each (absmax / rms of 3 to 5, over 127 sqrt(12)), more where channels stand out. Measured on good
-conversions of eleven families and two trained mixtures: 1 to 4 percent a layer, at most 7 percent an operator, 4
+conversions of 26 families and two trained mixtures: 1 to 4 percent a layer, at most 7 percent an operator, 4
 percent an expert, 1.1 percent a weight, cosines above 0.9997; of SmolLM2-135M, small and full of outliers: 9 percent a
 layer, 21 percent an operator (averages over values that cancel), 1.2 percent a weight, cosines above 0.9991. The limits
 are about twice the worst of these. Real faults (a scale off by two, a swapped pair, permuted rows) are at 50 to 140
@@ -35,7 +35,7 @@ class Limits(BaseModel):
         decided_margin: nats by which the source prefers its likeliest token to the next one for a position to count as
             decided; elsewhere the likeliest token is a coin toss.
         decided_agreement: least share of decided positions where both have the same likeliest token, on texts and on
-            greedy continuations.
+            greedy continuations, plus two standard errors of it.
         routing_agreement: least share of the source's choices of experts that the candidate makes too, in any layer.
         needle_loss: most nats a token that the candidate loses on the answer for a fact in a long text.
         layer_cosine: least mean cosine of what a layer returns for the same input.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from quantkit.compare.limits import Limits
@@ -84,6 +85,8 @@ def _agreement(limits: Limits, decided: tuple[int, int], greedy: Sequence[Greedy
     parted = [row for row in greedy if row.first is not None and row.first.decided]
     total, where = total + len(parted), parted[0].prompt if parted else ""
     share = same / total if total else None
+    if share is not None and total:  # few positions: two standard errors in favour
+        share = min(1.0, share + 2 * math.sqrt(share * (1 - share) / total))
     return Check(
         name="decided_agreement",
         value=share,

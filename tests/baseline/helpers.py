@@ -10,7 +10,8 @@ from quantkit.baseline.plan import Options, make_plan
 from quantkit.baseline.run import run_plan
 from quantkit.baseline.texts import TextOptions
 
-SMALL = Options(TextOptions(texts=1, tokens=48, long_tokens=150, probe_tokens=48), new_tokens=6, top_k=16)
+KINDS = ("builtin:chinese_dialogue", "builtin:code", "builtin:math")
+SMALL = Options(TextOptions(KINDS, texts=1, tokens=40, long_tokens=80, probe_tokens=48), new_tokens=4, top_k=16)
 
 
 def make_baseline(model: Path, out: Path, options: Options = SMALL) -> Path:

@@ -14,12 +14,13 @@ from quantkit.baseline.plan import Options
 from quantkit.baseline.texts import TextOptions
 from quantkit.convert.run import convert
 from quantkit.recipe import load_recipe
-from tests.baseline.helpers import make_baseline, with_tokenizer
+from tests.baseline.helpers import KINDS, SMALL, make_baseline, with_tokenizer
 from tests.conftest import MODELS
 from tests.families import make_tiny
 
-TINY = Options(TextOptions(texts=1, tokens=40, long_tokens=96, probe_tokens=48, prompts=1), new_tokens=2, top_k=16)
-LONG = Options(TextOptions(texts=1, tokens=24, long_tokens=1000, probe_tokens=24, prompts=0), new_tokens=0, top_k=16)
+LONG = Options(
+    TextOptions(KINDS, texts=1, tokens=24, long_tokens=1000, probe_tokens=24, prompts=0), new_tokens=0, top_k=16
+)
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss_clamped": ("gpt_oss", {"swiglu_limit": 0.6}),  # random weights rarely reach the published 7
@@ -56,12 +57,16 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def baseline_of(source: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def baseline_of(
+    source: Callable[[str], Path], baseline: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """Name -> baseline; do not change it."""
 
     @cache
     def make(name: str) -> Path:
-        options = LONG if name == "llama_long" else TINY
+        if name == "tiny-minimax-m2":
+            return baseline
+        options = LONG if name == "llama_long" else SMALL
         return make_baseline(source(name), tmp_path_factory.mktemp("baseline") / "out", options)
 
     return make

@@ -204,10 +204,10 @@ def test_a_wrong_number_of_heads(baseline_of: Make, int8: Make, tmp_path: Path) 
 
 
 def test_a_number_of_heads_that_fits_no_shape(baseline_of: Make, int8: Make, tmp_path: Path) -> None:
-    bad = configured(int8("tiny-minimax-m2"), tmp_path / "bad", num_attention_heads=6)
+    bad = configured(int8("llama"), tmp_path / "bad", num_attention_heads=6)
     looked = CliRunner().invoke(quantkit, ["inspect", str(bad)])
     assert re.search(r"q_proj", looked.output)
-    refused = CliRunner().invoke(runtime, ["compare", str(baseline_of("tiny-minimax-m2")), str(bad), "--no-verify"])
+    refused = CliRunner().invoke(runtime, ["compare", str(baseline_of("llama")), str(bad), "--no-verify"])
     assert refused.exit_code == 3
     assert "q_proj" in refused.output or "o_proj" in refused.output or "attn.qkv" in refused.output
 
@@ -227,11 +227,11 @@ def test_another_rotary_base_shows_on_long_inputs(baseline_of: Make, source: Mak
 
 def test_a_missing_chat_template(baseline_of: Make, int8: Make, tmp_path: Path) -> None:
     bad = tmp_path / "bad"
-    shutil.copytree(int8("tiny-minimax-m2"), bad)
+    shutil.copytree(int8("llama"), bad)
     values = json.loads((bad / "tokenizer_config.json").read_text())
     del values["chat_template"]
     (bad / "tokenizer_config.json").write_text(json.dumps(values))
-    result = compare(baseline_of("tiny-minimax-m2"), bad)
+    result = compare(baseline_of("llama"), bad)
     assert not result.passed
     assert [row.what for row in result.companions] == ["no_template"]
     assert result.findings == ()
@@ -241,10 +241,10 @@ def test_a_missing_chat_template(baseline_of: Make, int8: Make, tmp_path: Path) 
 
 def test_another_end_of_text(baseline_of: Make, int8: Make, tmp_path: Path) -> None:
     bad = tmp_path / "bad"
-    shutil.copytree(int8("tiny-minimax-m2"), bad)
+    shutil.copytree(int8("llama"), bad)
     values = json.loads((bad / "generation_config.json").read_text())
     (bad / "generation_config.json").write_text(json.dumps(values | {"eos_token_id": 7}))
-    result = compare(baseline_of("tiny-minimax-m2"), bad)
+    result = compare(baseline_of("llama"), bad)
     assert not result.passed
     assert [(row.what, row.source, row.candidate) for row in result.companions] == [("stop_tokens", "[2]", "[2, 7]")]
     looked = CliRunner().invoke(quantkit, ["inspect", str(bad)])
