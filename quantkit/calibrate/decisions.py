@@ -36,8 +36,17 @@ from quantkit.spec.scheme import SCHEMES, Scheme
 ALL = "all"
 """Name of the variant in which everything is quantized that the recipe converts."""
 
-ANCHOR, ANCHOR_STEP = "anchor", 4
-"""Name of the variant in which only the groups of every `ANCHOR_STEP`th layer are quantized."""
+ANCHOR = "anchor"
+"""Name of the variant in which only the groups of `is_anchored` layers are quantized."""
+
+
+def is_anchored(layer: int) -> bool:
+    """Every fourth layer, and not the first ones, whose errors are often most of all: a small share tells g best."""
+    return layer % 4 == 2
+
+
+_LARGEST_SHARE = 0.7
+"""Of the anchored layers, above which the exponent is all noise."""
 
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = 0.2, 1.0
 """Bounds of g. Above 1 would promise more than the square of the error; below 0.2 hardly anything helps."""
@@ -51,12 +60,11 @@ Shares = Mapping[str, NDArray[np.float64]]
 """Scheme -> share of the predicted KL divergence by kind of text `[C]`; what is kept has none."""
 
 
-def schemes_of(groups: Iterable[Group], exceptions: Iterable[Decision] = (), step: int = 1) -> dict[int, Schemes]:
-    """Layer -> schemes of its roles, with exceptions; with `step`, of every so many layers only."""
+def schemes_of(groups: Iterable[Group], exceptions: Iterable[Decision] = ()) -> dict[int, Schemes]:
+    """Layer -> schemes of its roles, with exceptions."""
     found: dict[int, dict[str, Scheme]] = {}
     for group in groups:
-        if group.layer % step == 0:
-            found.setdefault(group.layer, {}).update(dict.fromkeys(group.roles, SCHEMES[group.scheme]))
+        found.setdefault(group.layer, {}).update(dict.fromkeys(group.roles, SCHEMES[group.scheme]))
     for each in exceptions:
         found[each.layer].update(dict.fromkeys(each.roles, SCHEMES[each.scheme]))
     return dict(found)
@@ -189,14 +197,15 @@ class Decider:
         return {scheme: sum((row[scheme] for row in rows), np.zeros(len(self._kinds))) for scheme in rows[0]}
 
     def _measured_exponent(self, held_out: HeldOut) -> float:
-        """g of the prediction, over all kinds of text; 1 where the anchor tells nothing."""
-        anchored = [group for group in self._groups if group.layer % ANCHOR_STEP == 0]
+        """g of the prediction: the median over the kinds of text, few tokens of which may be most of a divergence."""
+        anchored = [group for group in self._groups if is_anchored(group.layer)]
         share = sum((self._shares[group.name][group.scheme] for group in anchored), np.zeros(len(self._kinds)))
         kl = np.array([held_out.kl[ANCHOR][kind] for kind in self._kinds])
-        if not (kl.sum() > 0 and 0 < (self._kl * share).sum() < 0.9 * self._kl.sum()):
+        tells = (kl > 0) & (self._kl > 0) & (share > 0) & (share < _LARGEST_SHARE)
+        if not tells.any():
             return 1.0
-        found = np.log(kl.sum() / self._kl.sum()) / np.log((self._kl * share).sum() / self._kl.sum())
-        return float(np.clip(found, _SMALLEST_EXPONENT, _LARGEST_EXPONENT))
+        found = np.log(kl[tells] / self._kl[tells]) / np.log(share[tells])
+        return float(np.clip(np.median(found), _SMALLEST_EXPONENT, _LARGEST_EXPONENT))
 
     def _left(self, options: Iterable[_Option]) -> NDArray[np.float64]:
         """Sum of the shares by kind `[C]`."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.calibrate.decisions import ALL, ANCHOR, ANCHOR_STEP, Decider, schemes_of, to_run_alone
+from quantkit.calibrate.decisions import ALL, ANCHOR, Decider, is_anchored, schemes_of, to_run_alone
 from quantkit.calibrate.fake_quant import BF16, Rounded, round_to_nearest
 from quantkit.calibrate.groups import groups_of
 from quantkit.calibrate.plan import Plan
@@ -37,10 +37,10 @@ class DecisionPass(TrialPass):
         self, plan: Plan, source: Source, rounded: Callable[[int], Rounded] = lambda _layer: round_to_nearest
     ) -> None:
         self._groups = groups_of(source, plan.recipe)
-        everything, some = schemes_of(self._groups), schemes_of(self._groups, step=ANCHOR_STEP)
+        everything = schemes_of(self._groups)
         variants = [
             Variant(ALL, lambda layer: everything.get(layer, {})),
-            Variant(ANCHOR, lambda layer: some.get(layer, {})),
+            Variant(ANCHOR, lambda layer: everything.get(layer, {}) if is_anchored(layer) else {}),
         ]
         alone = to_run_alone(plan.recipe, self._groups)
         super().__init__(plan, source, "decide", variants, alone, rounded=rounded)
