@@ -101,6 +101,8 @@ class Int8Linear(_Int8):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., K]` -> `[..., N]`; an input that a fused norm has quantized already is taken so (see `fuse`)."""
         q_TK, scale, group = getattr(x, "int8", (None, None, None))
+        if q_TK is None and self._fits_one_kernel(x):
+            return self._run_whole(x)
         if q_TK is None or scale is None or group != self.group_size or self.team.size > 1:
             q_TK, scale = self.quantize(x.reshape(-1, self.in_features))
         weight_scale, alone = self.weight_scale, self.team.size == 1
@@ -112,6 +114,19 @@ class Int8Linear(_Int8):
             out = self.team.sum(self._run(self.names, q_TK, scale, self.weight, weight_scale, bias, x.dtype))
         if not alone and self.bias is not None:
             out = out + self.bias
+        return out.reshape(*x.shape[:-1], self.out_features)
+
+    def _fits_one_kernel(self, x: Tensor) -> bool:
+        """Whether a kernel quantizes and multiplies at once: one token, one scale, no team to agree on it."""
+        if self.group_size or self.team.size > 1 or x.numel() != self.in_features:
+            return False
+        return registry.has("quantize_gemm", self.family, rows=1, k=self.in_features)
+
+    def _run_whole(self, x: Tensor) -> Tensor:
+        kernel = registry.find("quantize_gemm", self.family, rows=1, k=self.in_features)
+        with self.account.int8_gemm(kernel.name, self.names):
+            out = kernel.run(x.reshape(1, -1), self.weight, self.weight_scale, self.bias, x.dtype)
+        assert isinstance(out, Tensor)
         return out.reshape(*x.shape[:-1], self.out_features)
 
     def multiply(self, q_TK: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -245,6 +245,7 @@ class Bench:
             "rope + cache": [bound(model.rope, qkv, model.cos, model.sin, model.places, *one.cache) for one in layers],
             "attention": [bound(decode, q, *one.cache, model.table, model.lengths, 0.1) for one in layers],
             "quantize": [bound(self.find("quantize", batch).run, model.hidden) for _ in layers],
+            "quantize and o": [bound(model.quantize_linear, model.hidden, one, 1) for one in layers],
             "o": [bound(model.linear, normed.q, normed.scale, one, 1) for one in layers],
             "gate_up": [bound(model.linear, normed.q, normed.scale, one, 2) for one in layers],
             "silu x up + quantize": [bound(self.find("silu_mul_quantize", batch).run, gate_up) for _ in layers],
@@ -301,14 +302,21 @@ class Int8Decoder(Decoder):
         run = self.bench.find("w8a8_gemm", self.batch, q.shape[1]).run
         return run(q, scale, layer.weights[which], layer.weight_scales[which], None, BF16)
 
+    def quantize_linear(self, x: Tensor, layer: Layer, which: int) -> Tensor:
+        """As the runtime does: in one kernel where there is one."""
+        weight, scale, k = layer.weights[which], layer.weight_scales[which], x.shape[1]
+        if registry.has("quantize_gemm", self.bench.family, rows=self.batch, k=k):
+            return self.bench.find("quantize_gemm", self.batch, k).run(x, weight, scale, None, BF16)
+        return self.linear(*self.bench.find("quantize", self.batch).run(x), layer, which)
+
     def step(self) -> Tensor:
         find = self.bench.find
-        norm, quantize = find("norm_quantize", self.batch).run, find("quantize", self.batch).run
+        norm = find("norm_quantize", self.batch).run
         x, residual = self.hidden, None
         for layer in self.layers:
             normed = norm(x, layer.norms[0], 1e-5, residual, keep=False)
             attended = self.attend(self.linear(normed.q, normed.scale, layer, 0), layer.cache)
-            x = self.linear(*quantize(attended), layer, 1)
+            x = self.quantize_linear(attended, layer, 1)
             normed = norm(x, layer.norms[1], 1e-5, normed.total, keep=False)
             silu = find("silu_mul_quantize", self.batch).run
             inner = silu(self.linear(normed.q, normed.scale, layer, 2))
@@ -345,7 +353,9 @@ def measure_table(path: Path) -> None:
 
 def main() -> None:
     parser = common.arguments(__doc__)
-    parser.add_argument("--tune", type=Path, help="measure the card's table first and write it here")
+    parser.add_argument(
+        "--tune", type=Path, nargs="?", const=common.SCRATCH / "tuning.json", help="measure the card's table first"
+    )
     parser.add_argument("--commit", help="commit of this tree, where it is no checkout")
     parser.add_argument("--only", default="dense,quantize,moe,attention,decode", help="sections, with commas")
     parser.add_argument("--warm", help="i/n: only compile every n-th candidate of --tune, for n processes at once")
@@ -355,7 +365,8 @@ def main() -> None:
         first, step = map(int, args.warm.split("/"))
         tune.Tuner(only=(first, step)).run()
         return
-    if args.tune and args.tune.suffix:
+    if args.tune:
+        args.tune.parent.mkdir(parents=True, exist_ok=True)
         measure_table(args.tune)
     card = device.resolve()
     report = common.Report("gpu_kernels", args.small, {"context": CONTEXT, "layers": LAYERS, "moe": MOE})

@@ -30,7 +30,10 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "x_scale", "w", "w_scale", "bias", "out", "expert")),
-        *((name, ctypes.c_int) for name in ("tokens", "n", "k", "group", "experts", "share", "out_type", "bias_type")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("tokens", "n", "k", "group", "experts", "share", "out_type", "bias_type", "x_type")
+        ),
     )
 
 
@@ -59,7 +62,7 @@ class Gemv:
     def __call__(
         self,
         x: Tensor,
-        x_scale: Tensor,
+        x_scale: Tensor | None,
         w: Tensor,
         w_scale: Tensor,
         bias: Tensor | None,
@@ -71,10 +74,12 @@ class Gemv:
         """Fill `out` `[T, N]`, or `[S, N]` with `expert` int64 `[S]`; slots of other ranks' experts are left alone.
 
         Args:
+            x, x_scale: int8 with its scales; or a float row with None, which the kernel quantizes.
             shape: overrides the device's table.
         """
-        x, x_scale = x.contiguous(), x_scale.contiguous()
-        k, groups = x.shape[1], x_scale.shape[1]
+        x = x.contiguous()
+        x_scale = None if x_scale is None else x_scale.contiguous()
+        k, groups = x.shape[1], 1 if x_scale is None else x_scale.shape[1]
         check_accumulator(k)
         if not w.is_contiguous() or w.data_ptr() % 16 or x.data_ptr() % 16 or w.shape[-1] != k:
             raise UsageError(f"the GEMV wants contiguous weights of {k} inputs, aligned to 16 bytes")
@@ -82,11 +87,12 @@ class Gemv:
         shape = shape or tuning().streaming(tokens)
         threads = self._threads(shape.threads, k)
         arguments = _Arguments(
-            x.data_ptr(), x_scale.data_ptr(), w.data_ptr(), w_scale.data_ptr(),
+            x.data_ptr(), None if x_scale is None else x_scale.data_ptr(), w.data_ptr(), w_scale.data_ptr(),
             None if bias is None else bias.data_ptr(), out.data_ptr(), None if expert is None else expert.data_ptr(),
             tokens, w.shape[-2], k, k // groups if groups > 1 else 0,
             w.shape[0] if expert is not None else 0, share,
             _TYPES[out.dtype], _TYPES[out.dtype if bias is None else bias.dtype],
+            -1 if x_scale is not None else _TYPES[x.dtype],
         )  # fmt: skip
         slots = 1 if expert is None else expert.numel()
         stream = torch.cuda.current_stream().cuda_stream if x.is_cuda else None
@@ -133,3 +139,25 @@ def expert_gemm(
     out = x_RK.new_empty((index_Tk.numel(), w_ENK.shape[1]), dtype=out_dtype)
     index = index_Tk.reshape(-1).to(torch.int64).contiguous()
     return load()(x_RK, x_scale, w_ENK, w_scale_EN1, bias_EN, out, index, share) if out.shape[0] else out
+
+
+def quantize_gemm(
+    x_TK: Tensor, w_NK: Tensor, w_scale_N1: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """See `kernels.registry`."""
+    out = x_TK.new_empty((x_TK.shape[0], w_NK.shape[0]), dtype=out_dtype)
+    return load()(x_TK, None, w_NK, w_scale_N1, bias_N, out)
+
+
+def quantize_expert_gemm(
+    x_TK: Tensor,
+    w_ENK: Tensor,
+    w_scale_EN1: Tensor,
+    bias_EN: Tensor | None,
+    index_Tk: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """See `kernels.registry`."""
+    out = x_TK.new_empty((index_Tk.numel(), w_ENK.shape[1]), dtype=out_dtype)
+    index = index_Tk.reshape(-1).to(torch.int64).contiguous()
+    return load()(x_TK, None, w_ENK, w_scale_EN1, bias_EN, out, index, index_Tk.shape[1])

@@ -8,6 +8,9 @@ An operation has one signature for all devices; `kernels.reference` is its defin
   routed experts in tiles of one expert.
 - `expert_gemm(x_RK, x_scale, w_ENK, w_scale_EN1, bias_EN, index_Tk, share, out_dtype) -> [S, N]`: the same slot by
   slot, for few tokens.
+- `quantize_gemm(x_TK, w_NK, w_scale_N1, bias_N, out_dtype) -> [T, N]`, and
+  `quantize_expert_gemm(x_TK, w_ENK, w_scale_EN1, bias_EN, index_Tk, out_dtype) -> [S, N]`: `quantize` per token and the
+  product in one kernel, for one token.
 - `quantize`, `norm_quantize`, `silu_mul_quantize`: int8 and scales of activations, with what comes before.
 - `align`, `combine`: routing into tiles and the weighted sum back.
 - `rope_write`: rotary embedding and the write of keys and values into a paged cache.
@@ -48,7 +51,9 @@ class Row:
         target: `module:function` in this package.
         needs: what must be there besides torch.
         few: serves at most the number of tokens at which the device's table hands over.
+        one: serves one token.
         multiple: K and the group size must be multiples of it.
+        most_k: longest K.
     """
 
     op: str
@@ -58,7 +63,9 @@ class Row:
     target: str
     needs: str = ""
     few: bool = False
+    one: bool = False
     multiple: int = 1
+    most_k: int = 1 << 30
 
 
 def _card_rows(op: str, name: str, target: str, **columns: Any) -> tuple[Row, ...]:
@@ -76,6 +83,11 @@ PAGED = ("paged_decode", "rope_write")
 ROWS: tuple[Row, ...] = (
     *_card_rows("w8a8_gemm", "streaming-gemv", "gemv:w8a8_gemm", needs=COMPILER, few=True, multiple=16),
     *_card_rows("expert_gemm", "streaming-gemv", "gemv:expert_gemm", needs=COMPILER, few=True, multiple=16),
+    *(
+        row
+        for op in ("quantize_gemm", "quantize_expert_gemm")
+        for row in _card_rows(op, "streaming-gemv", f"gemv:{op}", needs=COMPILER, one=True, multiple=16, most_k=8192)
+    ),
     *_triton_rows("gemm", "w8a8_gemm", "grouped_gemm"),
     *_triton_rows("quantize", *FUSED),
     *_triton_rows("routing", *ROUTED),
@@ -141,7 +153,7 @@ def skipped(family: str) -> list[str]:
 
 
 def _serves(row: Row, rows: int, k: int, group: int) -> bool:
-    if k % row.multiple or group % row.multiple:
+    if k % row.multiple or group % row.multiple or k > row.most_k or (row.one and rows > 1):
         return False
     if row.few:
         from quantkit_runtime.kernels.tuning import tuning
@@ -194,4 +206,4 @@ def _failed(row: Row, run: Callable[..., Any]) -> str:
         return ""
     from quantkit_runtime.kernels import selftest
 
-    return selftest.failure(row.op, run, most_rows=8 if row.few else 0)
+    return selftest.failure(row.op, run, most_rows=1 if row.one else 8 if row.few else 0)

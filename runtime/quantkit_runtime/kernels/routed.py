@@ -74,7 +74,13 @@ def routed_experts(
         return out
 
     quantize = registry.find("quantize", family).run
-    inner = multiply(quantize(x_TH, entering.group_size), entering, per_token)
+    k = entering.weight.shape[-1]
+    if not entering.group_size and registry.has("quantize_expert_gemm", family, rows=tokens, k=k):
+        both = registry.find("quantize_expert_gemm", family, rows=tokens, k=k)
+        with entering.counted(both.name):
+            inner = both.run(x_TH, entering.weight, entering.weight_scale, entering.bias, index_Tk, x_TH.dtype)
+    else:
+        inner = multiply(quantize(x_TH, entering.group_size), entering, per_token)
     if activate is None:
         quantized = registry.find("silu_mul_quantize", family).run(inner, leaving.group_size)
     else:

@@ -29,7 +29,7 @@ def shims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Gemv]:
 def test_machine_code_has_dot4_and_no_spills(hipcc: str, arch: str) -> None:
     text = build.assembly(arch)
     kernels = re.findall(r"^\s+\.name:\s+(\S+gemv\S+)$", text, re.MULTILINE)
-    assert len(kernels) == 20
+    assert len(kernels) == 23
     assert len(re.findall(r"v_dot4c?_i32_i8", text)) >= 4 * len(kernels)
     assert re.findall(r"\.[sv]gpr_spill_count: +(\d+)", text) == ["0"] * 2 * len(kernels)
     assert len(re.findall(r"global_load_dwordx4", text)) >= 3 * len(kernels)
@@ -47,6 +47,34 @@ def test_gemv(shims: dict[str, Gemv], wave: str, tokens: int, n: int, k: int, gr
     out = torch.full((tokens, n), torch.nan)
     got = shims[wave](x, x_scale, w, w_scale, bias, out, shape=shape)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("wave", ["64", "32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gemv_quantizes_a_float_row_bit_for_bit(
+    shims: dict[str, Gemv], wave: str, dtype: torch.dtype, shape: Streaming
+) -> None:
+    for k, experts in ((16, 0), (2064, 0), (96, 5)):
+        x, w = cases.normal(0, 1, k, dtype=dtype), cases.int8(1, *([experts] if experts else []), 9, k)
+        w_scale = cases.positive(3, *w.shape[:-1], 1)
+        index = torch.tensor([[4, 0, 5]]) if experts else None
+        q, scale = reference.quantize(x)
+        if index is None:
+            want = reference.w8a8_gemm(q, scale, w, w_scale, None, torch.float32)
+        else:
+            alignment = reference.align(index, experts, 4)
+            want = reference.grouped_gemm(q, scale, w, w_scale, None, alignment, 3, torch.float32)[:2]
+        out = torch.full((3 if experts else 1, 9), torch.nan)
+        got = shims[wave](x, None, w, w_scale, None, out, None if index is None else index[0], 3, shape=shape)
+        assert torch.equal(got[: len(want)], want)
+
+
+def test_gemv_lets_nan_through(shims: dict[str, Gemv]) -> None:
+    x = torch.ones(1, 64)
+    x[0, 40] = torch.nan
+    out = shims["64"](x, None, cases.int8(1, 4, 64), torch.ones(4, 1), None, torch.zeros(1, 4), shape=SHAPES[0])
+    assert bool(out.isnan().all())
 
 
 @pytest.mark.parametrize("wave", ["64", "32"])

@@ -1,5 +1,6 @@
 // What differs between hipcc, nvcc and a CPU compiler: the only place that knows.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
@@ -85,6 +86,23 @@ __device__ __forceinline__ float qk_read(const void* values, int type, int64_t a
   if (type == QK_FLOAT16) return (float)((const qk_half*)values)[at];
   union { uint32_t bits; float value; } wide = {(uint32_t)((const uint16_t*)values)[at] << 16};
   return wide.value;
+}
+
+// 16 values from a place that is a multiple of 16.
+__device__ __forceinline__ void qk_read16(const void* values, int type, int64_t at, float (&out)[16]) {
+  const int size = type == QK_FLOAT32 ? 4 : 2;
+  const qk_int8x16* from = (const qk_int8x16*)((const char*)values + at * size);
+  if (type == QK_FLOAT32) {
+    for (int i = 0; i < 4; ++i) {
+      const qk_int8x16 four = from[i];
+      for (int j = 0; j < 4; ++j) out[4 * i + j] = qk_read(&four, type, j);
+    }
+  } else {
+    for (int i = 0; i < 2; ++i) {
+      const qk_int8x16 eight = from[i];
+      for (int j = 0; j < 8; ++j) out[8 * i + j] = qk_read(&eight, type, j);
+    }
+  }
 }
 
 __device__ __forceinline__ void qk_write(void* values, int type, int64_t at, float value) {
