@@ -135,9 +135,15 @@ def expert_gemm(
     share: int,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """See `kernels.registry`."""
+    """See `kernels.registry`.
+
+    The index is read at the start of the kernel, which may be before its predecessor has ended: something else must run
+    between whatever wrote it and this call.
+    """
+    if index_Tk.dtype != torch.int64 or not index_Tk.is_contiguous():
+        raise UsageError("the GEMV by expert wants a contiguous int64 index")
     out = x_RK.new_empty((index_Tk.numel(), w_ENK.shape[1]), dtype=out_dtype)
-    index = index_Tk.reshape(-1).to(torch.int64).contiguous()
+    index = index_Tk.view(-1)
     return load()(x_RK, x_scale, w_ENK, w_scale_EN1, bias_EN, out, index, share) if out.shape[0] else out
 
 
@@ -147,17 +153,3 @@ def quantize_gemm(
     """See `kernels.registry`."""
     out = x_TK.new_empty((x_TK.shape[0], w_NK.shape[0]), dtype=out_dtype)
     return load()(x_TK, None, w_NK, w_scale_N1, bias_N, out)
-
-
-def quantize_expert_gemm(
-    x_TK: Tensor,
-    w_ENK: Tensor,
-    w_scale_EN1: Tensor,
-    bias_EN: Tensor | None,
-    index_Tk: Tensor,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """See `kernels.registry`."""
-    out = x_TK.new_empty((index_Tk.numel(), w_ENK.shape[1]), dtype=out_dtype)
-    index = index_Tk.reshape(-1).to(torch.int64).contiguous()
-    return load()(x_TK, None, w_ENK, w_scale_EN1, bias_EN, out, index, index_Tk.shape[1])

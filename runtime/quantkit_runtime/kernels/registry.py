@@ -8,9 +8,8 @@ An operation has one signature for all devices; `kernels.reference` is its defin
   routed experts in tiles of one expert.
 - `expert_gemm(x_RK, x_scale, w_ENK, w_scale_EN1, bias_EN, index_Tk, share, out_dtype) -> [S, N]`: the same slot by
   slot, for few tokens.
-- `quantize_gemm(x_TK, w_NK, w_scale_N1, bias_N, out_dtype) -> [T, N]`, and
-  `quantize_expert_gemm(x_TK, w_ENK, w_scale_EN1, bias_EN, index_Tk, out_dtype) -> [S, N]`: `quantize` per token and the
-  product in one kernel, for one token.
+- `quantize_gemm(x_TK, w_NK, w_scale_N1, bias_N, out_dtype) -> [T, N]`: `quantize` and the product in one kernel, for
+  one token.
 - `quantize`, `norm_quantize`, `silu_mul_quantize`: int8 and scales of activations, with what comes before.
 - `align`, `combine`: routing into tiles and the weighted sum back.
 - `rope_write`: rotary embedding and the write of keys and values into a paged cache.
@@ -83,10 +82,8 @@ PAGED = ("paged_decode", "rope_write")
 ROWS: tuple[Row, ...] = (
     *_card_rows("w8a8_gemm", "streaming-gemv", "gemv:w8a8_gemm", needs=COMPILER, few=True, multiple=16),
     *_card_rows("expert_gemm", "streaming-gemv", "gemv:expert_gemm", needs=COMPILER, few=True, multiple=16),
-    *(
-        row
-        for op in ("quantize_gemm", "quantize_expert_gemm")
-        for row in _card_rows(op, "streaming-gemv", f"gemv:{op}", needs=COMPILER, one=True, multiple=16, most_k=8192)
+    *_card_rows(
+        "quantize_gemm", "streaming-gemv", "gemv:quantize_gemm", needs=COMPILER, one=True, multiple=16, most_k=8192
     ),
     *_triton_rows("gemm", "w8a8_gemm", "grouped_gemm"),
     *_triton_rows("quantize", *FUSED),

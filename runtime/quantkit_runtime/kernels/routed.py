@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from quantkit_runtime.kernels import registry
@@ -58,6 +59,7 @@ def routed_experts(
         for one in (entering, leaving)
     )
     if few:
+        index_Tk = index_Tk.to(torch.int64).contiguous()  # here, so that quantizing lies between this and its reader
         routing: object = index_Tk
         kernel = registry.find("expert_gemm", family, rows=tokens)
     else:
@@ -74,13 +76,7 @@ def routed_experts(
         return out
 
     quantize = registry.find("quantize", family).run
-    k = entering.weight.shape[-1]
-    if not entering.group_size and registry.has("quantize_expert_gemm", family, rows=tokens, k=k):
-        both = registry.find("quantize_expert_gemm", family, rows=tokens, k=k)
-        with entering.counted(both.name):
-            inner = both.run(x_TH, entering.weight, entering.weight_scale, entering.bias, index_Tk, x_TH.dtype)
-    else:
-        inner = multiply(quantize(x_TH, entering.group_size), entering, per_token)
+    inner = multiply(quantize(x_TH, entering.group_size), entering, per_token)
     if activate is None:
         quantized = registry.find("silu_mul_quantize", family).run(inner, leaving.group_size)
     else:

@@ -141,12 +141,6 @@ def _quantize_gemm(tokens: int) -> Iterator[Case]:
     yield Case((x.bfloat16(), w, _scales(random, N, 1), None, torch.float32), 1e-5)
 
 
-def _quantize_by_slot(tokens: int) -> Iterator[Case]:
-    _, _, w, w_scale, bias, index = _expert_inputs(tokens)
-    x = torch.randn((tokens, K), generator=_random(tokens)).bfloat16()
-    yield Case((x, w, w_scale, bias, index, torch.float32), 1e-5)
-
-
 def _plain(tokens: int) -> Iterator[Case]:
     yield Case((torch.randn((tokens, K), generator=_random(tokens)), 0), 1e-6)
     yield Case((torch.randn((tokens, K), generator=_random(tokens)).bfloat16(), GROUP), 1e-6)
@@ -227,7 +221,6 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     "grouped_gemm": _grouped,
     "expert_gemm": _by_slot,
     "quantize_gemm": _quantize_gemm,
-    "quantize_expert_gemm": _quantize_by_slot,
     "quantize": _plain,
     "norm_quantize": _norm,
     "silu_mul_quantize": _silu,
@@ -239,7 +232,4 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
 _REFERENCES: dict[str, Callable[..., Tensor]] = {
     "expert_gemm": _expert_reference,
     "quantize_gemm": lambda x, *rest: reference.w8a8_gemm(*reference.quantize(x), *rest),
-    "quantize_expert_gemm": lambda x, w, scale, bias, index, dtype: _expert_reference(
-        *reference.quantize(x), w, scale, bias, index, index.shape[1], dtype
-    ),
 }

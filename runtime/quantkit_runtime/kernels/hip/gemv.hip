@@ -65,12 +65,13 @@ __global__ void __launch_bounds__(MAX_THREADS) gemv(Arguments a) {
   const int steps = (a.k + threads * 16 - 1) / (threads * 16), tiles = (a.n + OUT - 1) / OUT;
   const int groups = GROUPED ? a.k / a.group : 1;
   int64_t slot = 0, which = 0;
-  QK_LET_NEXT_START();
   if (a.expert) {
-    QK_AFTER_PREVIOUS();  // which weights they are is known only then
     slot = blockIdx.y;
     which = a.expert[slot];
-    if (which < 0 || which >= a.experts) return;
+    if (which < 0 || which >= a.experts) {
+      QK_AFTER_PREVIOUS();
+      return;
+    }
     if (!QUANTIZE) {
       a.x += slot / a.share * a.k;
       a.x_scale += slot / a.share * groups;
@@ -81,7 +82,8 @@ __global__ void __launch_bounds__(MAX_THREADS) gemv(Arguments a) {
 
   qk_int8x16 next[OUT];
   fetch<OUT>(next, weights, blockIdx.x, thread * 16, a.n, a.k);
-  if (!a.expert) QK_AFTER_PREVIOUS();
+  QK_AFTER_PREVIOUS();
+  QK_LET_NEXT_START();
   alignas(16) __shared__ int8_t own_x[QUANTIZE ? MAX_QUANTIZED_K : 16];
   __shared__ float wave_tops[MAX_THREADS / QK_WAVE];
   float own_scale = 0.f;

@@ -2,6 +2,7 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #if defined(QK_CPU)  // -DQK_CPU -DQK_WAVE=64
@@ -15,7 +16,8 @@ typedef _Float16 qk_half;
 #define QK_LAST_ERROR() ((int)cudaGetLastError())
 typedef __half qk_half;
 
-// From sm_90 on a kernel may start while its predecessor ends: weights are requested before QK_AFTER_PREVIOUS.
+// From sm_90 on a kernel may start while its predecessor ends: weights are requested before QK_AFTER_PREVIOUS. A kernel
+// lets its successor start after its own wait, so what the predecessor's predecessor wrote is there from the beginning.
 template <typename Kernel, typename Arguments>
 static void qk_launch(Kernel kernel, dim3 grid, dim3 block, void* stream, const Arguments& arguments) {
 #if __CUDA_ARCH_LIST__ >= 900
@@ -81,26 +83,38 @@ __device__ __forceinline__ qk_int8x16 qk_stream(const int8_t* at) {
 
 enum qk_type { QK_FLOAT32 = 0, QK_BFLOAT16 = 1, QK_FLOAT16 = 2 };
 
-__device__ __forceinline__ float qk_read(const void* values, int type, int64_t at) {
-  if (type == QK_FLOAT32) return ((const float*)values)[at];
-  if (type == QK_FLOAT16) return (float)((const qk_half*)values)[at];
-  union { uint32_t bits; float value; } wide = {(uint32_t)((const uint16_t*)values)[at] << 16};
-  return wide.value;
+__device__ __forceinline__ float qk_from16(uint16_t bits, int type) {
+  float value;
+  if (type == QK_FLOAT16) {
+    qk_half half;
+    memcpy(&half, &bits, 2);
+    value = (float)half;
+  } else {
+    const uint32_t wide = (uint32_t)bits << 16;
+    memcpy(&value, &wide, 4);
+  }
+  return value;
 }
 
-// 16 values from a place that is a multiple of 16.
+__device__ __forceinline__ float qk_read(const void* values, int type, int64_t at) {
+  if (type == QK_FLOAT32) return ((const float*)values)[at];
+  return qk_from16(((const uint16_t*)values)[at], type);
+}
+
+// 16 values from a place that is a multiple of 16, by 16-byte loads.
 __device__ __forceinline__ void qk_read16(const void* values, int type, int64_t at, float (&out)[16]) {
-  const int size = type == QK_FLOAT32 ? 4 : 2;
-  const qk_int8x16* from = (const qk_int8x16*)((const char*)values + at * size);
-  if (type == QK_FLOAT32) {
-    for (int i = 0; i < 4; ++i) {
-      const qk_int8x16 four = from[i];
-      for (int j = 0; j < 4; ++j) out[4 * i + j] = qk_read(&four, type, j);
-    }
-  } else {
-    for (int i = 0; i < 2; ++i) {
-      const qk_int8x16 eight = from[i];
-      for (int j = 0; j < 8; ++j) out[8 * i + j] = qk_read(&eight, type, j);
+  const int each = type == QK_FLOAT32 ? 4 : 8;
+  const qk_int8x16* from = (const qk_int8x16*)((const char*)values + at * (16 / each));
+  for (int i = 0; i < 16 / each; ++i) {
+    const qk_int8x16 loaded = from[i];
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t word = (uint32_t)loaded.word[j];
+      if (type == QK_FLOAT32) {
+        memcpy(&out[4 * i + j], &word, 4);
+      } else {
+        const uint16_t pair[2] = {(uint16_t)word, (uint16_t)(word >> 16)};
+        for (int half = 0; half < 2; ++half) out[8 * i + 2 * j + half] = qk_from16(pair[half], type);
+      }
     }
   }
 }

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit_runtime.kernels.reference import Alignment, check_accumulator
+from quantkit_runtime.kernels.triton.overlap import after_previous, overlap
 from quantkit_runtime.kernels.tuning import Tile, tuning
 
 NO_SPLIT = 128
@@ -26,7 +27,9 @@ def _gemm(
     x, x_scale, w, w_scale, bias, out, slots, tile_expert, rows, tiles_m, n, k, stride_expert,
     SHARE: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, SWAP: tl.constexpr, BAND: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    after_previous(OVERLAP)
     # Bands of BAND row tiles: their rows of x and the weights of a column stay in the cache.
     tile = tl.program_id(0)
     in_band = BAND * tl.cdiv(n, BN)
@@ -171,5 +174,6 @@ def _launch(
         alignment.slots if alignment else out, alignment.tile_expert if alignment else out,
         rows, tiles_m, n, k, w.stride(0),
         SHARE=share, GROUP=group, HAS_BIAS=bias is not None, SWAP=tile.swap, BAND=tile.band,
-        BM=bm, BN=tile.bn, BK=bk, EVEN_K=k % bk == 0, num_warps=tile.warps, num_stages=tile.stages,
+        BM=bm, BN=tile.bn, BK=bk, EVEN_K=k % bk == 0,
+        num_warps=tile.warps, num_stages=tile.stages, **overlap(),
     )  # fmt: skip

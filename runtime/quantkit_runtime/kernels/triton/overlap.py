@@ -17,8 +17,8 @@ import triton.language as tl
 def after_previous(OVERLAP: tl.constexpr):
     """First statement of a kernel."""
     if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # after the wait: see QK_AFTER_PREVIOUS in hip/portable.h
 
 
 @cache
