@@ -65,6 +65,7 @@ __global__ void __launch_bounds__(MAX_THREADS) gemv(Arguments a) {
   const int steps = (a.k + threads * 16 - 1) / (threads * 16), tiles = (a.n + OUT - 1) / OUT;
   const int groups = GROUPED ? a.k / a.group : 1;
   int64_t slot = 0, which = 0;
+  if (!a.expert) QK_LET_NEXT_START();
   if (a.expert) {
     slot = blockIdx.y;
     which = a.expert[slot];
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(MAX_THREADS) gemv(Arguments a) {
   qk_int8x16 next[OUT];
   fetch<OUT>(next, weights, blockIdx.x, thread * 16, a.n, a.k);
   QK_AFTER_PREVIOUS();
-  QK_LET_NEXT_START();
+  if (a.expert) QK_LET_NEXT_START();
   alignas(16) __shared__ int8_t own_x[QUANTIZE ? MAX_QUANTIZED_K : 16];
   __shared__ float wave_tops[MAX_THREADS / QK_WAVE];
   float own_scale = 0.f;

@@ -16,8 +16,9 @@ typedef _Float16 qk_half;
 #define QK_LAST_ERROR() ((int)cudaGetLastError())
 typedef __half qk_half;
 
-// From sm_90 on a kernel may start while its predecessor ends: weights are requested before QK_AFTER_PREVIOUS. A kernel
-// lets its successor start after its own wait, so what the predecessor's predecessor wrote is there from the beginning.
+// From sm_90 on a kernel may start while its predecessor ends: weights are requested before QK_AFTER_PREVIOUS. The small
+// kernels let their successor start after their own wait: what came before them is complete when it starts, which the
+// index of a GEMV by expert relies on.
 template <typename Kernel, typename Arguments>
 static void qk_launch(Kernel kernel, dim3 grid, dim3 block, void* stream, const Arguments& arguments) {
 #if __CUDA_ARCH_LIST__ >= 900
