@@ -9,6 +9,7 @@ from markupsafe import escape
 
 from quantkit.calibrate.run import calibrate
 from quantkit.recipe import load_recipe, validated
+from quantkit.report import calibration
 from quantkit.report.calibration import render
 from quantkit.spec.calibration import CalibrationSummary, KvSummary, MethodRow
 from tests.browser import Browser, check_report
@@ -38,7 +39,9 @@ def summary(deepseek: Path, tmp_path_factory: pytest.TempPathFactory) -> Calibra
     values["calibration"] |= {"samples": 6, "seq_len": 72, "held_out": 3}
     values |= {"auto_keep": {"kl": 0.001, "max_share": 0.3}, "auto_group": {"kl": 0.001}}
     values["rules"] = [{"match": "*", "scheme": "keep", "reason": "less to decide", "layers": [0, 1, 2, 3]}]
-    return calibrate(deepseek, tmp_path_factory.mktemp("report") / "out", validated(values, "test"))
+    with pytest.MonkeyPatch.context() as patch:  # the page is drawn once, by `report`
+        patch.setattr(calibration, "render", lambda _summary: "")
+        return calibrate(deepseek, tmp_path_factory.mktemp("report") / "out", validated(values, "test"))
 
 
 @pytest.fixture(scope="module")
