@@ -7,7 +7,7 @@ the arithmetic. A checkpoint without INT8 weights goes through the same code and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -129,6 +129,9 @@ def load_model(
 
     with open_model(root, verify=verify, on_card=device.torch.type == "cuda") as files:
         loaded = files.ranks.together(load_own, f"loading {root}")
+    reasons = files.ranks.world.objects(loaded.kv if isinstance(loaded.kv, str) else "")
+    if reason := next(filter(None, reasons), ""):  # stages whose layers differ must run in the same steps
+        loaded = replace(loaded, kv=reason)
     split.connect(loaded.model, files, loaded.planned, device.torch, dispatch)
     stages.connect(loaded.model, files.arch, files.ranks)
     return loaded
