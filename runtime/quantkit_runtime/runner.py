@@ -168,13 +168,13 @@ class TransformersRunner:
         self.eager_because = "transformers' cache grows"
         self.graphs: dict[int, Any] = {}
         self.caches: dict[int, Any] = {}
-        self.nbytes = 0  # of all caches, as they were when a sequence last ended
+        self.nbytes = 0  # most of all caches when a sequence ended
 
     def reserve(self, sequence: int, tokens: int) -> bool:
         return True
 
     def release(self, sequence: int) -> None:
-        self.nbytes = sum(map(cache_bytes, self.caches.values()))
+        self.nbytes = max(self.nbytes, sum(map(cache_bytes, self.caches.values())))
         self.caches.pop(sequence, None)
 
     def forward(self, chunks: list[Chunk]) -> Tensor:

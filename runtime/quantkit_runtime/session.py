@@ -80,7 +80,7 @@ def start(loaded: LoadedModel, options: Options) -> tuple[Engine, MemoryTable]:
     graphs = max(0, before - device.free_memory()) if runner.graphs else 0
     table = MemoryTable(
         weights=weights,
-        pool=runner.nbytes,
+        pool=runner.nbytes if block else loaded.memory.kv_cache * options.batch,  # transformers' cache grows up to it
         workspace=workspace,
         graphs=graphs,
         reserve=reserve,

@@ -83,6 +83,16 @@ def test_the_pool_shrinks_to_the_card_and_says_what_fits(
         session.start(loaded, options)
 
 
+def test_a_model_with_transformers_cache_counts_it(tiny: Callable[[str], Path], load: Load) -> None:
+    """What the table plans for two sequences is what their caches hold at the end."""
+    loaded = load(tiny("qwen3_next"), cache_tokens=29)
+    engine, table = session.start(loaded, session.Options(context=29, kv=kv(), batch=2))
+    assert "not paged" in engine.runner.kind
+    assert table.fits() == []
+    engine.generate([list(range(3, 23))] * 2, 10)
+    assert table.pool == 2 * loaded.memory.kv_cache == engine.runner.nbytes
+
+
 def test_rows_add_up() -> None:
     table = MemoryTable(100, 50, 20, 5, 3, 7, block=16, most_blocks=0)
     assert dict(table.rows()) == {
