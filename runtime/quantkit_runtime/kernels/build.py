@@ -26,7 +26,7 @@ _FLAGS = {
     # -x hip and HIP_PLATFORM: with an nvcc on the PATH hipcc would pick it silently
     "hip": ("-x", "hip", *_COMMON, "-fPIC", "--offload-arch={arch}"),
     "cuda": ("-x", "cu", *_COMMON, "-Xcompiler", "-fPIC", "-arch={arch}"),
-    "cpu": ("-x", "c++", *_COMMON, "-fPIC", "-DQK_CPU", "-DQK_WAVE={arch}"),
+    "cpu": ("-x", "c++", *_COMMON, "-O1", "-fPIC", "-DQK_CPU", "-DQK_WAVE={arch}"),
 }
 _COMPILERS = {"hip": ("HIPCC", "hipcc"), "cuda": ("NVCC", "nvcc"), "cpu": ("CXX", "c++")}
 _HOMES = {

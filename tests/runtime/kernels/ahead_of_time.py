@@ -98,11 +98,13 @@ def assembly(kernel: Any, types: dict[str, str], constants: dict[str, Any], warp
 
 def facts(text: str) -> dict[str, int]:
     """What a test wants to know of an assembly."""
-    spills = re.findall(r"\.[sv]gpr_spill_count: +(\d+)", text)
+    spills = re.findall(r"\.vgpr_spill_count: +(\d+)", text)  # a scalar register spills into a lane of a vector one
+    [scratch] = re.findall(r"\.private_segment_fixed_size: +(\d+)", text)
     return {
         "mfma_i32": len(re.findall(r"v_mfma_i32", text)),
         "wide_loads": len(re.findall(r"(?:global|buffer)_load_dwordx4", text)),
         "spills": sum(map(int, spills)) if spills else -1,
+        "scratch_bytes": int(scratch),
     }
 
 
