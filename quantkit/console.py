@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import importlib
 import json
+import math
 import os
 import signal
 import sys
@@ -109,6 +110,16 @@ def expected_failures() -> Iterator[None]:
         where = f"{error.filename}: " if error.filename else ""
         click.echo(f"error: {where}{error.strerror}\nnext: make room, then run the same command again", err=True)
         sys.exit(QuantkitError.exit_code)
+
+
+class FiniteRange(click.FloatRange):
+    """A range that "nan" and "inf" do not slip through: comparisons with them are false, or true without a bound."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = float(super().convert(value, param, ctx))
+        if not math.isfinite(found):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return found
 
 
 def version_option(program: str, version: str) -> click.Option:

@@ -54,6 +54,10 @@ class InputError(QuantkitError):
     exit_code = 3
 
 
+class NonFiniteError(InputError):
+    """A model computed infinity or not-a-number where a number is needed."""
+
+
 class VerificationError(QuantkitError):
     """A check of finished work failed: a checksum, a count, a value out of tolerance."""
 

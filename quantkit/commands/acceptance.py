@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from quantkit.console import console, json_option, print_json
+from quantkit.console import FiniteRange, console, json_option, print_json
 
 if TYPE_CHECKING:
     from quantkit.acceptance.outcome import AcceptanceReport, Check
@@ -34,7 +34,7 @@ The key of a server that wants one is read from OPENAI_API_KEY. Exit code 4 if a
 @click.option("-o", "--out", type=_PATH, required=True, help="Folder for acceptance.html and acceptance.json.")
 @click.option("--baseline", type=_PATH, help="Folder of `quantkit baseline` of the source model.")
 @click.option("--tasks", type=_PATH, help="JSONL file of your own tasks.")
-@click.option("--soak", type=click.FloatRange(0), default=0.0, show_default=True, metavar="HOURS", help="0: off.")
+@click.option("--soak", type=FiniteRange(0), default=0.0, show_default=True, metavar="HOURS", help="0: off.")
 @click.option("--restart-command", default="", metavar="SHELL", help="Kills the server and starts it again.")
 @click.option(
     "--pid", type=click.IntRange(1), help="Of the server on this machine: its memory is watched, children included."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from quantkit.console import console, json_option, print_json
+from quantkit.console import FiniteRange, console, json_option, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +32,7 @@ Weights and cache are exact, activations and buffers are estimates. Exit code 3 
 )
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--device", metavar="NAME", help="Card by name: K100_AI, MI210, MI300X, ...")
-@click.option("--card-memory", type=click.FloatRange(0.001), metavar="GiB", help="Memory of a card.")
+@click.option("--card-memory", type=FiniteRange(0.001), metavar="GiB", help="Memory of a card.")
 @click.option("--cards", type=click.IntRange(1, 4096), help="Cards to plan for; default: the recommended number.")
 @click.option("--cards-per-node", type=click.IntRange(1, 128), default=8, show_default=True)
 @click.option("--context", type=click.IntRange(1), help="Tokens of each sequence; default: the model's, at most 32768.")

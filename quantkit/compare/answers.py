@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.compare.candidate import Answer
-from quantkit.compare.distributions import Kept, cosine, divergence, edges, summary
+from quantkit.compare.distributions import Kept, cosine, divergence, edges, of_next, summary
 from quantkit.compare.result import Distribution, Divergence, Greedy, Needle
 from quantkit.spec.baseline import Baseline
 from quantkit.spec.baseline import Sequence as Tokens
@@ -62,7 +62,7 @@ def positions(baseline: Baseline, rows: Kept, answers: Mapping[str, Answer], seq
                 answer.first == source.top_ids[:, 0],
                 source.margin,
                 -source.next_logprob.double(),
-                -answer.kept.next_logprob.double(),
+                -of_next(answer.kept),
             )
         )
     columns = [torch.cat(column) for column in zip(*found, strict=True)]
@@ -113,7 +113,7 @@ def greedy_row(
             source_id=want[step],
             candidate_id=other,
             source_margin=float(source.margin[step]),
-            candidate_margin=float(answer.margin[step]),
+            candidate_margin=float(answer.margin[step].nan_to_num(0.0)),
             decided=float(source.margin[step]) >= decided_margin,
         )
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(want, decoded, strict=False)))
@@ -139,5 +139,5 @@ def needle_rows(baseline: Baseline, rows: Kept, answers: Mapping[str, Answer]) -
             name=sequence.name.removeprefix("needle."),
             distance=sequence.distance,
             source=float(source.next_logprob.double().mean()),
-            candidate=float(answers[sequence.name].kept.next_logprob.double().mean()),
+            candidate=float(of_next(answers[sequence.name].kept).mean()),
         )

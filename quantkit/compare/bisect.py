@@ -70,7 +70,7 @@ class LayerComparison:
             *early,
             *self._routing_findings(),
             *(experts or late),
-            *self._long_findings(),
+            *(() if early or late else self._long_findings()),  # "only the long text shows it"
         ]
         row = self._row(bad=bool(findings))
         if not findings and (row.cosine < self.limits.layer_cosine or row.error > self.limits.layer_error):
@@ -91,7 +91,7 @@ class LayerComparison:
             long = min(float(per_token(self.source["long"], self.seen.long.output).quantile(0.75)), _WORST)
         return Layer(
             layer=self.index,
-            cosine=float(cosines.mean()) if len(cosines) else 1.0,
+            cosine=float(cosines.nan_to_num(0.0).mean()) if len(cosines) else 1.0,
             error=rms(errors),
             error_max=min(float(errors.max()), _WORST) if len(errors) else 0.0,
             own_error=rms(own),
@@ -254,18 +254,18 @@ class LayerComparison:
 
 
 def per_token(want: Tensor, got: Tensor) -> Tensor:
-    """||difference|| / ||want|| of every row; infinity where `got` is not finite or of another shape.
+    """||difference|| / ||want|| of every row; `_WORST` where `got` is not finite or of another shape.
 
     Rows smaller than the median one are divided by that: a gate of one number that passes through zero says nothing.
     """
     if want.shape != got.shape:
-        return torch.full((len(want),), math.inf)
+        return torch.full((len(want),), _WORST)
     size = want.norm(dim=-1)
     return finite((got - want).norm(dim=-1) / torch.maximum(size, size.median()).clamp(min=1e-30))
 
 
 def finite(errors: Tensor) -> Tensor:
-    return torch.where(torch.isfinite(errors), errors, math.inf)
+    return torch.where(torch.isfinite(errors), errors, _WORST)
 
 
 def rms(errors: Tensor) -> float:

@@ -15,6 +15,13 @@ import torch
 from torch import Tensor
 
 
+WORST_KL = 1e30
+"""Nats that stand for infinity and not-a-number, which JSON cannot say."""
+
+WORST_LOGPROB = -700.0
+"""The same for a log-probability: `exp` of its negative is still a number."""
+
+
 @dataclass(frozen=True)
 class Kept:
     """Rows of `logprobs.safetensors`: P positions, k tokens.
@@ -76,12 +83,18 @@ def divergence(source: Kept, candidate: Kept) -> Tensor:
     """KL(source || candidate) in nats over the kept tokens and the rest, float64 `[P]`."""
     log_p, log_q = _outcomes(source), _outcomes(candidate)
     terms = torch.where(torch.isneginf(log_p), 0.0, log_p.exp() * (log_p - log_q))
-    return terms.sum(-1).clamp(min=0)
+    return torch.nan_to_num(terms.sum(-1), nan=WORST_KL, posinf=WORST_KL).clamp(min=0)
 
 
 def cosine(source: Kept, candidate: Kept) -> Tensor:
     """Cosine of the two distributions over the kept tokens and the rest, float64 `[P]`."""
-    return torch.nn.functional.cosine_similarity(_outcomes(source).exp(), _outcomes(candidate).exp(), dim=-1)
+    found = torch.nn.functional.cosine_similarity(_outcomes(source).exp(), _outcomes(candidate).exp(), dim=-1)
+    return torch.nan_to_num(found, nan=0.0)
+
+
+def of_next(kept: Kept) -> Tensor:
+    """Log-probabilities of the tokens that follow, float64 `[P]`, all of them numbers."""
+    return torch.nan_to_num(kept.next_logprob.double(), nan=WORST_LOGPROB, neginf=WORST_LOGPROB)
 
 
 def _outcomes(kept: Kept) -> Tensor:

@@ -105,11 +105,12 @@ def _checked(values: Mapping[str, Any], path: Path | None, section: str) -> Limi
 
 
 def _refused(error: ValidationError, path: Path | None, section: str = "") -> UsageError:
+    """Of a section: its keys are the choices. Of the whole file: its sections are."""
     lead = f"{section}." if section else ""
     problems = [f"{lead}{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}" for item in error.errors()]
     return UsageError(
         f"limits {path}: {len(problems)} problems",
-        "correct the file; quantkit/compare/limits.yaml is the shipped one",
+        "correct the file, a mapping as `int8: {kl_mean: 0.2}`; quantkit/compare/limits.yaml is the shipped one",
         items=problems,
-        choices=sorted(Limits.model_fields),
+        choices=sorted((Limits if section else _Sections).model_fields),
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from quantkit.checkpoint.writer import write_atomic
 from quantkit.compare.result import Comparison, Difference, Finding
+from quantkit.errors import UsageError
 from quantkit.report.page import load_strings, render
 from quantkit.report.plots import line_plot
 
@@ -14,6 +16,17 @@ MAX_FINDINGS = 25
 """Findings on the page; the result holds all of them."""
 
 _ENORMOUS = 1e6
+
+
+def check_place(path: Path) -> None:
+    """Before a comparison runs: its page can be written there.
+
+    Raises:
+        UsageError: no such folder, or one that cannot be written to.
+    """
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        why = "cannot be written to" if path.parent.is_dir() else "is not a folder"
+        raise UsageError(f"--report {path}: {path.parent} {why}", "make the folder, or give another place")
 
 
 def write_report(path: Path, result: Comparison) -> None:

@@ -200,7 +200,7 @@ def read_baseline(folder: Path, *, verify: bool = True) -> Baseline:
             f"{folder} holds no finished baseline ({error.strerror})", "run `quantkit baseline` to its end"
         ) from error
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        problems = [f"{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}" for item in error.errors()]
         raise InputError(f"{path} is not a baseline", "make it again", items=problems) from error
     if found.sequences_sha256 != sequences_digest(found.sequences):
         raise InputError(f"{path}: the token ids are not those that were recorded", "copy the baseline again")

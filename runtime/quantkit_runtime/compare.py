@@ -16,6 +16,7 @@ from quantkit.compare.compare import compare
 from quantkit.compare.limits import load_limits
 from quantkit.compare.result import Comparison, Difference
 from quantkit.console import Progress
+from quantkit.errors import NonFiniteError
 from quantkit.spec.baseline import Baseline, read_baseline
 from quantkit.spec.manifest import manifest_path, read_manifest
 from quantkit.spec.transform import Step
@@ -106,8 +107,11 @@ def _continuation(loaded: LoadedModel) -> Callable[[Sequence[int], int], Sequenc
         if not count:
             return ()
         runner = make_runner(loaded, fmt, 1 + fmt.blocks(len(prompt) + count))
-        with torch.inference_mode():
-            (generated,) = Engine(runner).generate([prompt], count)
+        try:
+            with torch.inference_mode():
+                (generated,) = Engine(runner).generate([prompt], count)
+        except NonFiniteError:  # what makes it so is found layer by layer
+            return ()
         return generated.tokens
 
     return decode

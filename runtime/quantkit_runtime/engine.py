@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quantkit.errors import InputError, UsageError
+from quantkit.errors import NonFiniteError, UsageError
 from quantkit_runtime.runner import Chunk, PagedRunner, TransformersRunner
 from quantkit_runtime.sampling import Sampling
 
@@ -101,7 +101,7 @@ class Engine:
 
         Raises:
             UsageError: a prompt is empty, or longer than the pool with its new tokens.
-            InputError: logits are not finite.
+            NonFiniteError: logits are not finite.
         """
         requests = [self.add(prompt, max_new_tokens, index) for index, prompt in enumerate(prompts)]
         while self.busy:
@@ -177,7 +177,7 @@ class Engine:
 
     def _choose(self, logits_BV: Tensor, requests: list[Request]) -> list[int]:
         if not bool(torch.isfinite(logits_BV).all()):
-            raise InputError("the logits of a new token are not finite", "compare with --dtype float32")
+            raise NonFiniteError("the logits of a new token are not finite", "compare with --dtype float32")
         if self.sampling.is_argmax:
             chosen: list[int] = logits_BV.argmax(-1).tolist()
             return chosen

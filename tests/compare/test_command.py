@@ -85,3 +85,23 @@ def test_a_candidate_without_a_tokenizer(baseline_of: Make, int8: Make, tmp_path
     result = run(Options(baseline_of("llama"), tmp_path / "out", device="cpu", verify=False))
     assert {row.what for row in result.companions} == {"no_tokenizer", "no_template"}
     assert result.findings == ()
+
+
+def test_limits_say_where_a_key_belongs(baseline_of: Make, int8: Make, tmp_path: Path) -> None:
+    (tmp_path / "limits.yaml").write_text("kl_mean: 0.2\n")
+    words = ["compare", str(baseline_of("llama")), str(int8("llama")), "--limits", str(tmp_path / "limits.yaml")]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 2
+    assert "choices: float, int8" in done.output
+    assert "int8: {kl_mean: 0.2}" in done.output
+
+
+@pytest.mark.parametrize("parent", ["missing", "file"])
+def test_a_report_that_cannot_be_written_shows_before_anything_runs(
+    parent: str, baseline_of: Make, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    report = tmp_path / parent / "page.html"
+    done = CliRunner().invoke(main, ["compare", str(baseline_of("llama")), "not-even-there", "--report", str(report)])
+    assert done.exit_code == 2
+    assert f"{tmp_path / parent} is not a folder" in done.output

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.cli import main as quantkit
-from quantkit.compare.report import sentences
+from quantkit.compare.report import page, sentences
 from quantkit.compare.result import Comparison, Finding
 from quantkit_runtime.cli import main as runtime
 from quantkit_runtime.compare import Options, run
@@ -189,6 +189,35 @@ def test_another_order_of_ties(baseline_of: Make, source: Make, monkeypatch: pyt
     monkeypatch.setattr(MixtralTopKRouter, "forward", forward)
     found = first(compare(expected, candidate))
     assert (found.layer, found.operator, found.what) == (1, "router", "ties")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_scale_that_is_no_number(value: float, baseline_of: Make, int8: Make, tmp_path: Path) -> None:
+    """Named in spite of what it does to everything after it, decoding too, and JSON can say the result."""
+    name = "model.layers.3.block_sparse_moe.experts.5.w2.weight_scale"
+
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        scale = tensors[name].clone()
+        scale[3] = value
+        return {name: scale}
+
+    result = compare(baseline_of("tiny-minimax-m2"), changed(int8("tiny-minimax-m2"), tmp_path / "bad", change))
+    found = first(result)
+    assert (found.layer, found.operator, found.expert, found.what) == (3, "expert.down", 5, "weight")
+    assert not next(check for check in result.checks if check.name == "kl_mean").passed
+    json.dumps(result.model_dump(mode="json"), allow_nan=False)
+    page(result)
+
+
+def test_a_norm_of_zeros_is_not_said_to_show_on_long_texts_only(baseline_of: Make, int8: Make, tmp_path: Path) -> None:
+    name = "model.layers.3.input_layernorm.weight"
+    bad = changed(int8("tiny-minimax-m2"), tmp_path / "bad", lambda tensors: {name: torch.zeros_like(tensors[name])})
+    result = compare(baseline_of("tiny-minimax-m2"), bad)
+    assert [(row.what, row.operator) for row in result.findings if row.layer == 3][:2] == [
+        ("weight", "norm.input"),
+        ("operator", "norm.input"),
+    ]
+    assert not [row for row in result.findings if row.what == "long"]
 
 
 # --------------------------------------------------------------------------------------------- a wrong config

@@ -184,3 +184,10 @@ def test_the_printed_commands_name_the_recipe_as_it_was_given(config: Path, tmp_
     found = as_report(config, "--device", "K100_AI", "--recipe", recipe)
     assert found.recipe == "mine"
     assert all(f"--recipe {recipe}" in line for line in found.commands)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_memory_that_is_no_number(value: str, config: Path) -> None:
+    done = plan(config, f"--card-memory={value}")
+    assert done.exit_code == 2
+    assert "--card-memory" in done.output

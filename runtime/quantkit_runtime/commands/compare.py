@@ -47,14 +47,14 @@ def command(
     Example:
       quantkit-runtime compare BASELINE OUT --report comparison.html
     """
-    from quantkit.compare.report import sentences
+    from quantkit.compare.report import check_place, sentences, write_report
     from quantkit_runtime import compare
 
     out = console(as_json)
+    if report is not None:
+        check_place(report)
     result = compare.run(compare.Options(baseline, candidate, device, dtype, limits, verify=not no_verify))
     if report is not None:
-        from quantkit.compare.report import write_report
-
         write_report(report, result)
         out.print(f"report: {report}", markup=False)
     if as_json:
