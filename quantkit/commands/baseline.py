@@ -48,8 +48,8 @@ Killed or out of space: run the same command again, finished layers and tokens a
     "--long-tokens",
     type=click.IntRange(0),
     default=0,
-    help="Length of the long text and of those with a needle; 1: none; 0, the default: 2048, or twice the attention's largest "
-    "window or top-k count, at most 16384.",
+    help="Length of the long text and of those with a needle; 1: none; 0, the default: 2048, or twice the "
+    "attention's largest window or top-k count, at most 16384.",
 )
 @click.option(
     "--probe-tokens",

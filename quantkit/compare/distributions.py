@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 WORST_KL = 1e30
 """Nats that stand for infinity and not-a-number, which JSON cannot say."""
 
