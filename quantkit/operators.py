@@ -81,6 +81,8 @@ _TABLE: tuple[_Row, ...] = (
         "attention", ("attn.q", "attn.qkv", "mla.q_b"), "rotate, q k^T, softmax, v",
         "softmax in float32; kv heads replicate when tp exceeds them",
     ),
+    _Row("static cache scales", ("attn.cache_scale",), "a factor for FP8 keys and values",
+         "for engines; this runtime scales per token and head", "missing"),
     _Row("attention sinks", ("attn.sinks",), "a logit per head in the softmax", "it takes mass and has no value"),
     _Row(
         "sparse indexer", ("indexer", "indexer."), "GEMMs, top-k of positions",

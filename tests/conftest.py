@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,10 @@ from tests.browser import Browser, running_browser
 from tests.families import FAMILIES, make_tiny
 
 MODELS = Path(__file__).parent / "models"
+
+# Triton decides at its first import whether kernels are interpreted, its own library included; transformers imports it.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)
