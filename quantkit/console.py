@@ -10,6 +10,7 @@ import importlib
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -110,6 +111,11 @@ def expected_failures() -> Iterator[None]:
         where = f"{error.filename}: " if error.filename else ""
         click.echo(f"error: {where}{error.strerror}\nnext: make room, then run the same command again", err=True)
         sys.exit(QuantkitError.exit_code)
+
+
+def quoted(path: object) -> str:
+    """A path as a shell takes it, for commands that are shown to be copied."""
+    return shlex.quote(str(path))
 
 
 class FiniteRange(click.FloatRange):

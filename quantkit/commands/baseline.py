@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.console import console, json_option, print_json
+from quantkit.console import console, json_option, print_json, quoted
 
 if TYPE_CHECKING:
     from quantkit.baseline.plan import Plan
@@ -142,4 +142,4 @@ def _show(baseline: Baseline, folder: Path, *, already: bool) -> None:
     out.print(table)
     for warning in baseline.warnings:
         out.print(f"warning: {warning}", markup=False)
-    out.print(f"next: quantkit-runtime compare {folder} CANDIDATE", markup=False, soft_wrap=True)
+    out.print(f"next: quantkit-runtime compare {quoted(folder)} CANDIDATE", markup=False, soft_wrap=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.console import console, json_option, print_json
+from quantkit.console import console, json_option, print_json, quoted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -87,9 +87,11 @@ def command(
         print_json(run.summary.model_dump(mode="json"))
     else:
         _show_summary(run.summary, out, already=run.already)
-        given = "" if recipe == "w8a8" else f" --recipe {recipe}"
+        given = "" if recipe == "w8a8" else f" --recipe {quoted(recipe)}"
         console().print(
-            f"next: quantkit convert {model} -o OUT{given} --calibration {out}", markup=False, soft_wrap=True
+            f"next: quantkit convert {quoted(model)} -o OUT{given} --calibration {quoted(out)}",
+            markup=False,
+            soft_wrap=True,
         )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.console import console, json_option, print_json
+from quantkit.console import console, json_option, print_json, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -327,4 +327,6 @@ def _show_result(manifest: Manifest, out: Path, prepared: Prepared, as_json: boo
     for row in manifest.dropped:
         shown.print(f"  dropped {row.name}: {row.rule}", markup=False)
     shown.print(f"weights {plan.source_bytes:,} -> {plan.weight_bytes:,} bytes", markup=False)
-    shown.print(f"next: quantkit verify {out} --source {prepared.source.root}", markup=False)
+    shown.print(
+        f"next: quantkit verify {quoted(out)} --source {quoted(prepared.source.root)}", markup=False, soft_wrap=True
+    )

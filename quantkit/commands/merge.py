@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from quantkit.console import console, json_option, print_json
+from quantkit.console import console, json_option, print_json, quoted
 
 _EPILOG = """\b
 Example:
@@ -34,4 +34,4 @@ def command(shards: Path, out: Path, jobs: int | None, as_json: bool) -> None:
         print_json({"out": str(out), "tensors": len(manifest.tensors), "options_digest": manifest.options_digest})
         return
     console().print(f"{out}: checkpoint of {len(manifest.tensors):,} tensors", markup=False)
-    console().print(f"next: quantkit verify {out} --source MODEL", markup=False)
+    console().print(f"next: quantkit verify {quoted(out)} --source MODEL", markup=False, soft_wrap=True)

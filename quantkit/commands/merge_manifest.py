@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from quantkit.console import console, json_option, print_json
+from quantkit.console import console, json_option, print_json, quoted
 
 _FOLDER = click.Path(path_type=Path)
 
@@ -47,4 +47,4 @@ def command(
         return
     shown = console()
     shown.print(f"{out}: {manifest.form} of {len(manifest.tensors):,} tensors, all parts are there", markup=False)
-    shown.print(f"next: quantkit verify {out} --source {source}", markup=False)
+    shown.print(f"next: quantkit verify {quoted(out)} --source {quoted(source)}", markup=False, soft_wrap=True)

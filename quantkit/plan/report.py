@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from quantkit.console import quoted
 from quantkit.errors import UsageError
 from quantkit.memory import human_bytes
 from quantkit.plan.cache import CacheFormat, per_token_at_start, sequence_bytes
@@ -288,10 +289,10 @@ def _what_if(model: Model, best: Proposal | None, work: Workload, card: int) -> 
 
 def _commands(source: Source, request: Request, mesh: Mesh) -> tuple[str, ...]:
     given = request.recipe_given or request.recipe.name
-    recipe = "" if given == "w8a8" else f" --recipe {given}"
+    recipe = "" if given == "w8a8" else f" --recipe {quoted(given)}"
     sizes = {"tp": mesh.tp, "pp": mesh.pp, "ep": mesh.ep, "dp": mesh.dp}
     options = "".join(f" --{name} {size}" for name, size in sizes.items() if size > 1)
     return (
-        f"quantkit convert {source.place} -o OUT{recipe} --format sharded{options}",
-        f"quantkit convert {source.place} -o OUT{recipe}",
+        f"quantkit convert {quoted(source.place)} -o OUT{recipe} --format sharded{options}",
+        f"quantkit convert {quoted(source.place)} -o OUT{recipe}",
     )

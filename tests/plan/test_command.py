@@ -1,6 +1,7 @@
 """`quantkit plan`: what it prints, refuses and never loads."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -191,3 +192,14 @@ def test_a_memory_that_is_no_number(value: str, config: Path) -> None:
     done = plan(config, f"--card-memory={value}")
     assert done.exit_code == 2
     assert "--card-memory" in done.output
+
+
+def test_the_next_step_can_be_copied_whatever_the_paths_are(config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    (folder / "config.json").write_text(config.read_text())
+    assert f"next: quantkit convert '{folder}' -o OUT" in plan(folder, "--device", "K100_AI").output
+    out = tmp_path / "it's converted, and stands in a folder whose path is longer than any terminal is wide"
+    done = CliRunner().invoke(main, ["convert", str(TINY), "-o", str(out)])
+    last = done.output.splitlines()[-1].removeprefix("next: ")
+    assert shlex.split(last) == ["quantkit", "verify", str(out), "--source", str(TINY)]
