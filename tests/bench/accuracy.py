@@ -40,17 +40,17 @@ BEST = "w8a8-best"
 UNCALIBRATED = frozenset({"w8a8"})
 """Recipes whose result does not depend on text: converted without calibration."""
 
-SHARDED = frozenset({"w8a8-group128"})
+SHARDED = frozenset({"w8a8-group128", "w8a8-best-shards"})
 """Recipes with activations per group, which no engine loads from a checkpoint."""
 
-NOT_MEASURED = frozenset({"bf16", "w8a8-kv8"})
-"""The source itself; and INT8 keys, which a forward without a cache does not meet."""
+NOT_MEASURED = frozenset({"bf16", "w8a8-kv8", "w8a8-experts", "deepseek-v3"})
+"""The source itself; INT8 keys, which a forward without a cache does not meet; parts of `w8a8` for large mixtures."""
 
 CHANGE_TARGETS: Mapping[tuple[bool, str], Mapping[str, float]] = {
     (True, "w8a8"): {"": 2.5, "chinese": 4.5},
     (True, "w8a8-smooth"): {"": 1.0},
     (True, BEST): {"": 0.5},
-    (True, "w8a8-group128"): {"": 0.3},
+    (True, "w8a8-best-shards"): {"": 0.3},
     (False, BEST): {"": 0.15},
 }
 """(dense, recipe) -> bound on the change of perplexity in percent, by kind or for all others."""

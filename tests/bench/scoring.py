@@ -35,11 +35,12 @@ def load_compressed_tensors(folder: Path, device: str = "cpu") -> nn.Module:
     """A compressed-tensors folder in transformers: dequantized weights, activations rounded on the fly per token."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # Not moved afterwards: its hooks would hand the outputs back to the device that it was loaded on.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map=device).eval()
     with torch.no_grad():
-        model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)  # unpacks the weights
+        model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device), use_cache=False)  # unpacks the weights
     _require_active(model, folder)
-    return model.to(device)
+    return model
 
 
 def _require_active(model: nn.Module, folder: Path) -> None:
@@ -48,7 +49,7 @@ def _require_active(model: nn.Module, folder: Path) -> None:
     if layer is None:
         raise SystemExit(f"error: {folder.name}: no module has a quantization scheme")
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, layer.in_features, generator=generator)
+    x = torch.randn(3, layer.in_features, generator=generator).to(layer.weight.device)
     with torch.no_grad():
         rounded, plain = layer(x), nn.functional.linear(x, layer.weight, layer.bias)
     if torch.equal(rounded, plain):
