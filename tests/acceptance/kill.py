@@ -38,9 +38,18 @@ def run_killed(argv: Sequence[str], folder: Path, delay: float) -> bool:
 
 
 def run_signalled(argv: Sequence[str], folder: Path, number: signal.Signals) -> tuple[int, str]:
-    """Run `argv`, signal it once it has begun to work in `folder`; its exit code and what it printed on stderr."""
+    """Run `argv`, signal it once it has begun to work in `folder`; its exit code and what it printed on stderr.
+
+    Tests that run in the background inherit signals that are ignored, and a command keeps to that.
+    """
     started = time.time()
-    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        argv,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    )
     while process.poll() is None and not _at_work(folder, started):
         assert time.time() - started < PATIENCE, f"{argv} did not begin"
         time.sleep(0.002)
