@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from quantkit.archs import Architecture, Dims, Key, architecture_for, roles_snippet, text_config
 from quantkit.archs.structure import Layer, draft_layers, layers_of
 from quantkit.companions import check_companions, check_positions
@@ -32,15 +30,12 @@ from quantkit.operators import OperatorRow, operator_list
 from quantkit.plan.native import promised_weights
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.rope import rope_text
+from quantkit.spec.document import Strict
 from quantkit.spec.index import open_checkpoint, read_json
 from quantkit.spec.tensorfile import Header, read_header
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Structure(_Strict):
+class Structure(Strict):
     """The model as its config describes it; 0 means that it has none of that.
 
     Attributes:
@@ -83,7 +78,7 @@ class Structure(_Strict):
     scoring: str
 
 
-class ColumnRow(_Strict):
+class ColumnRow(Strict):
     """Totals of one role column, see `quantkit.memory.Column`."""
 
     name: str
@@ -94,7 +89,7 @@ class ColumnRow(_Strict):
     output_nbytes: int
 
 
-class Inspection(_Strict):
+class Inspection(Strict):
     """All that `quantkit inspect` tells.
 
     Attributes:

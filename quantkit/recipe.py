@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator
+from pydantic import Field, SerializeAsAny, ValidationError, field_validator
 
 from quantkit.archs import ROLES, Architecture, Key
 from quantkit.errors import UsageError
 from quantkit.shipped import shipped_folder
+from quantkit.spec.document import Strict
 from quantkit.spec.scheme import SCHEMES, Scheme
 from quantkit.spec.transform import MethodOptions
 
@@ -29,17 +30,13 @@ MAX_SAMPLES = 10_000_000
 """Bound on samples: all of them are drawn before the first layer runs."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
 def _known_scheme(name: str) -> str:
     if name not in SCHEMES:
         raise ValueError(f"unknown scheme {name!r}; choices: {', '.join(SCHEMES)}")
     return name
 
 
-class Rule(_Strict):
+class Rule(Strict):
     """One exception from the recipe's scheme.
 
     Attributes:
@@ -78,7 +75,7 @@ def _reported_names(key: Key) -> Iterator[str]:
             yield f"layers.{key.layer}.experts"
 
 
-class AutoGroup(_Strict):
+class AutoGroup(Strict):
     """GEMMs get activation scales per group of 128 inputs where that pays most: shards only.
 
     Attributes:
@@ -100,7 +97,7 @@ class AutoKeep(AutoGroup):
     max_share: Annotated[float, Field(gt=0, le=1)] = 0.1
 
 
-class KvCache(_Strict):
+class KvCache(Strict):
     """How keys and values are kept.
 
     Attributes:
@@ -115,7 +112,7 @@ class KvCache(_Strict):
     checkpoint: Literal["fp8", "none"] = "fp8"
 
 
-class Mix(_Strict):
+class Mix(Strict):
     """A source of calibration text and its share of the samples.
 
     Attributes:
@@ -128,7 +125,7 @@ class Mix(_Strict):
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
 
 
-class Calibration(_Strict):
+class Calibration(Strict):
     """How the calibration text is drawn.
 
     Attributes:
@@ -160,7 +157,7 @@ class Calibration(_Strict):
     held_out: Annotated[int, Field(ge=0, le=MAX_SAMPLES)] = 12
 
 
-class Recipe(_Strict):
+class Recipe(Strict):
     """A whole recipe.
 
     Attributes:

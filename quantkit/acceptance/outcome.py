@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
+
+from quantkit.spec.document import Strict
 
 Status = Literal["pass", "fail", "unsupported", "skipped"]
 Value = str | int | float
@@ -13,18 +15,14 @@ Value = str | int | float
 _MAX_EVIDENCE = 600
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Finding(_Strict):
+class Finding(Strict):
     """A sentence: key in `report/strings/acceptance.yaml` and the values of its placeholders."""
 
     key: str
-    values: dict[str, Value] = {}
+    values: dict[str, Value] = Field(default_factory=dict)
 
 
-class Check(_Strict):
+class Check(Strict):
     """Result of one check.
 
     Attributes:
@@ -40,11 +38,11 @@ class Check(_Strict):
     name: str
     status: Status
     findings: tuple[Finding, ...] = ()
-    measured: dict[str, float] = {}
+    measured: dict[str, float] = Field(default_factory=dict)
     evidence: tuple[str, ...] = ()
 
 
-class AcceptanceReport(_Strict):
+class AcceptanceReport(Strict):
     """All of `acceptance.json`.
 
     Attributes:
@@ -63,7 +61,7 @@ class AcceptanceReport(_Strict):
     context: int | None
     settings: dict[str, Any]
     checks: tuple[Check, ...]
-    series: dict[str, tuple[tuple[float, float], ...]] = {}
+    series: dict[str, tuple[tuple[float, float], ...]] = Field(default_factory=dict)
 
     @property
     def passed(self) -> bool:

@@ -11,20 +11,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from quantkit.errors import UsageError
+from quantkit.spec.document import Strict
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Function(_Strict):
+class Function(Strict):
     """Attributes:
     max_tokens: of an answer.
     structured_tokens: of an answer in a given form, which cannot be cut.
@@ -34,7 +31,7 @@ class Function(_Strict):
     structured_tokens: Count
 
 
-class Accuracy(_Strict):
+class Accuracy(Strict):
     """Attributes:
     min_agreement: mean share of a greedy continuation's characters before the first difference to the baseline.
     max_perplexity_ratio: of the server's perplexity on the prompts to the baseline's, where the server can tell.
@@ -44,7 +41,7 @@ class Accuracy(_Strict):
     max_perplexity_ratio: Positive
 
 
-class Capability(_Strict):
+class Capability(Strict):
     """Attributes:
     depths: places of the needle in the text, 0 the start.
     lengths: of the text, as shares of the context.
@@ -60,7 +57,7 @@ class Capability(_Strict):
     min_tasks: Share
 
 
-class Load(_Strict):
+class Load(Strict):
     """Requests of one or several shapes, so many at a time; every prompt is unique.
 
     Attributes:
@@ -82,7 +79,7 @@ class Load(_Strict):
     min_tokens_per_s: Positive | None = None
 
 
-class Performance(_Strict):
+class Performance(Strict):
     """Attributes:
     warm_up: requests of full length before each load.
     loads: by name; "mixed" is the one that the soak takes its rate from.
@@ -92,7 +89,7 @@ class Performance(_Strict):
     loads: dict[str, Load]
 
 
-class Stability(_Strict):
+class Stability(Strict):
     """Attributes:
     load_share: of the rate of requests that the mixed load reached.
     max_error_rate: of the requests of the soak.
@@ -110,7 +107,7 @@ class Stability(_Strict):
     max_recovery_s: Positive
 
 
-class Settings(_Strict):
+class Settings(Strict):
     """All of it.
 
     Attributes:

@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from quantkit.errors import UsageError
+from quantkit.spec.document import Strict
 
 Kind = Literal["int8", "float"]
 
 
-class Limits(BaseModel):
+class Limits(Strict):
     """What must hold. Distributions are those on the texts, over all kinds and for each kind alone.
 
     Attributes:
@@ -46,8 +47,6 @@ class Limits(BaseModel):
         head_kl: most nats of KL where final norm and head get the source's hidden states, mean.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     kl_mean: float = Field(gt=0)
     kl_p99: float = Field(gt=0)
     cosine_mean: float = Field(gt=0, le=1)
@@ -64,11 +63,9 @@ class Limits(BaseModel):
     head_kl: float = Field(gt=0)
 
 
-class _Sections(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    int8: dict[str, Any] = {}
-    float: dict[str, Any] = {}
+class _Sections(Strict):
+    int8: dict[str, Any] = Field(default_factory=dict)
+    float: dict[str, Any] = Field(default_factory=dict)
 
 
 def load_limits(kind: Kind, path: Path | None = None) -> Limits:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from quantkit.spec.document import Strict
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Check(_Strict):
+class Check(Strict):
     """One limit.
 
     Attributes:
@@ -29,7 +25,7 @@ class Check(_Strict):
     where: str = ""
 
 
-class Distribution(_Strict):
+class Distribution(Strict):
     """Next-token distributions on some positions; `kind` "" means all kinds. Fields as `distributions.summary`."""
 
     kind: str
@@ -47,7 +43,7 @@ class Distribution(_Strict):
     perplexity_ratio_error: float
 
 
-class Divergence(_Strict):
+class Divergence(Strict):
     """The first token of a continuation where the candidate prefers another one.
 
     Attributes:
@@ -67,7 +63,7 @@ class Divergence(_Strict):
     decided: bool
 
 
-class Greedy(_Strict):
+class Greedy(Strict):
     """One continued prompt.
 
     Attributes:
@@ -91,7 +87,7 @@ class Greedy(_Strict):
     text: str
 
 
-class Needle(_Strict):
+class Needle(Strict):
     """The answer for a fact in a long text, log-probability per token.
 
     Attributes:
@@ -106,7 +102,7 @@ class Needle(_Strict):
     candidate: float
 
 
-class Operator(_Strict):
+class Operator(Strict):
     """One module of a layer: relative error of what enters ("in") or leaves it ("out"), source's input to the layer."""
 
     name: str
@@ -115,7 +111,7 @@ class Operator(_Strict):
     bad: bool
 
 
-class Layer(_Strict):
+class Layer(Strict):
     """One decoder layer.
 
     Attributes:
@@ -139,7 +135,7 @@ class Layer(_Strict):
     bad: bool
 
 
-class Finding(_Strict):
+class Finding(Strict):
     """Something beyond its limit, located.
 
     Attributes:
@@ -161,7 +157,7 @@ class Finding(_Strict):
     detail: str = ""
 
 
-class Difference(_Strict):
+class Difference(Strict):
     """Something beside the weights that is not the source's.
 
     Attributes:
@@ -176,7 +172,7 @@ class Difference(_Strict):
     candidate: str = ""
 
 
-class Comparison(_Strict):
+class Comparison(Strict):
     """All of `comparison.json`.
 
     Attributes:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
 
 from quantkit import __version__
 from quantkit.calibrate import experts
@@ -30,16 +29,13 @@ from quantkit.outdir import exclusive, prepare_output
 from quantkit.plan.cache import CacheFormat, per_token
 from quantkit.plan.source import read_source
 from quantkit.recipe import Calibration, load_recipe, validated
+from quantkit.spec.document import Strict
 from quantkit.spec.tensorfile import torch_dtype
 
 JSON_NAME, HTML_NAME = "ladder.json", "ladder.html"
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class RungResult(_Strict):
+class RungResult(Strict):
     """Attributes:
     rung: as listed.
     scores: against the source.
@@ -58,7 +54,7 @@ class RungResult(_Strict):
     speed: Speed | None = None
 
 
-class LadderReport(_Strict):
+class LadderReport(Strict):
     """All of `ladder.json`.
 
     Attributes:

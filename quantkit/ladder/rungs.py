@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from quantkit.checkpoint.reader import Source
 from quantkit.errors import UsageError
 from quantkit.spec.calibration import read_summary
+from quantkit.spec.document import Strict
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Rung(_Strict):
+class Rung(Strict):
     """One candidate.
 
     Attributes:
@@ -58,7 +55,7 @@ class Rung(_Strict):
         return self.only != "fp8" or any("fp8" in name for name in formats)
 
 
-class Rungs(_Strict):
+class Rungs(Strict):
     """A whole list; every `after` names a rung before its own."""
 
     rungs: Annotated[tuple[Rung, ...], Field(min_length=1)]

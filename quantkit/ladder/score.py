@@ -13,13 +13,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from quantkit.calibrate.activations import LayerInput
 from quantkit.calibrate.data import Batch, Samples
 from quantkit.calibrate.stream import LayerStream
 from quantkit.compare.distributions import edges
+from quantkit.spec.document import Strict
 from quantkit.spec.tensorfile import read_header, read_tensor
 from quantkit.threads import one_thread_per_operation
 
@@ -27,11 +27,7 @@ BLOCK = 64
 """Positions whose distributions are taken at once: at 150,000 tokens of vocabulary 40 MB each in float32."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Score(_Strict):
+class Score(Strict):
     """A rung against the source on some positions.
 
     Attributes:
@@ -52,7 +48,7 @@ class Score(_Strict):
     top1: float
 
 
-class Scores(_Strict):
+class Scores(Strict):
     """All of a rung's: over everything, by kind of text, by first position of a bucket; mean KL of each sample."""
 
     overall: Score

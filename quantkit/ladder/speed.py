@@ -10,26 +10,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
 from quantkit.convert.run import convert
 from quantkit.errors import QuantkitError
 from quantkit.ladder.arithmetic import Arithmetic
 from quantkit.ladder.rungs import Rung
+from quantkit.spec.document import Strict
 from quantkit.spec.mesh import Mesh
 
 PROMPT_TOKENS, STEPS, SEQUENCES = 512, 32, 8
 
 
-class Speed(BaseModel):
+class Speed(Strict):
     """Attributes:
     device: as the runtime names it.
     prefill_per_s: prompt tokens per second of one prompt of `PROMPT_TOKENS`.
     token_s: median seconds for a further token, one sequence.
     decode_per_s: further tokens per second of `SEQUENCES` at a time.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     device: str
     prefill_per_s: float

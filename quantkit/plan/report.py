@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
 from quantkit.console import quoted
 from quantkit.errors import UsageError
 from quantkit.memory import human_bytes
@@ -17,6 +15,7 @@ from quantkit.plan.sizing import Request, fewest_cards, recommend
 from quantkit.plan.source import Source, read_source
 from quantkit.recipe import Recipe
 from quantkit.rope import rope_text
+from quantkit.spec.document import Strict
 from quantkit.spec.mesh import Mesh
 
 SHOWN = 5
@@ -26,18 +25,14 @@ LARGER = 1.02
 """The scales of an 8-bit source and of ours differ by less; what grows by more is worth a warning."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class MemoryRow(_Strict):
+class MemoryRow(Strict):
     """Bytes of one column on the fullest card of the first proposal."""
 
     column: str
     nbytes: int
 
 
-class ProposalRow(_Strict):
+class ProposalRow(Strict):
     """One mesh, see `quantkit.plan.proposals.Proposal`.
 
     Attributes:
@@ -64,7 +59,7 @@ class ProposalRow(_Strict):
     notes: tuple[str, ...]
 
 
-class RejectedRow(_Strict):
+class RejectedRow(Strict):
     """Meshes (tp, pp, dp, ep) that one reason forbids."""
 
     reason: str
@@ -72,7 +67,7 @@ class RejectedRow(_Strict):
     examples: tuple[str, ...]
 
 
-class WhatIf(_Strict):
+class WhatIf(Strict):
     """Another length of every sequence.
 
     Attributes:
@@ -91,7 +86,7 @@ class WhatIf(_Strict):
     beyond: bool
 
 
-class PlanReport(_Strict):
+class PlanReport(Strict):
     """See the module. `fewest` is None when no number of cards up to `MAX_NODES` nodes is enough."""
 
     name: str

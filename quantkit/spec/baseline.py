@@ -18,10 +18,11 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from quantkit.errors import InputError
 from quantkit.spec.calibration import file_sha256
+from quantkit.spec.document import Strict
 
 BASELINE_NAME = "baseline.json"
 LOGPROBS_NAME = "logprobs.safetensors"
@@ -45,11 +46,7 @@ LAYER_TENSORS = {
 Use = Literal["text", "long", "needle", "prompt", "probe"]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Sequence(_Strict):
+class Sequence(Strict):
     """Token ids that both models are given.
 
     Attributes:
@@ -81,7 +78,7 @@ class Sequence(_Strict):
         return hashlib.sha256(json.dumps([self.ids, self.scored, self.sampled]).encode()).hexdigest()
 
 
-class TokenizerRecord(_Strict):
+class TokenizerRecord(Strict):
     """What the prompts depend on.
 
     Attributes:
@@ -103,7 +100,7 @@ CHAT = (
 """A conversation that templates are compared on."""
 
 
-class PerplexityRow(_Strict):
+class PerplexityRow(Strict):
     """Perplexity of the source on the positions [start, stop) of one kind of text; "" for all kinds."""
 
     kind: str
@@ -113,7 +110,7 @@ class PerplexityRow(_Strict):
     perplexity: float
 
 
-class Baseline(_Strict):
+class Baseline(Strict):
     """All of `baseline.json`.
 
     Attributes:

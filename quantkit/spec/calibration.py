@@ -15,10 +15,11 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from quantkit.errors import InputError
 from quantkit.spec.decisions import Decisions, HeldOut
+from quantkit.spec.document import Strict
 
 SUMMARY_NAME = "calibration.json"
 SCALES_NAME = "scales.safetensors"
@@ -35,11 +36,7 @@ ARTIFACT_NAMES = (SCALES_NAME, ACTIVATIONS_NAME, REPORT_NAME, SUMMARY_NAME)
 """Files that every artifact has, in the order of writing: the summary is the last."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class GemmSummary(_Strict):
+class GemmSummary(Strict):
     """Statistics of one observed GEMM.
 
     Attributes:
@@ -73,7 +70,7 @@ class GemmSummary(_Strict):
     fallback: str = ""
 
 
-class SampleRecord(_Strict):
+class SampleRecord(Strict):
     """One calibration sample: where it came from, and the sha256 of its token ids as little-endian int32."""
 
     source: str
@@ -82,7 +79,7 @@ class SampleRecord(_Strict):
     sha256: str
 
 
-class KvSummary(_Strict):
+class KvSummary(Strict):
     """Keys and values of one layer, as a cache would hold them.
 
     Attributes:
@@ -101,7 +98,7 @@ class KvSummary(_Strict):
     v_scale: float
 
 
-class ClippingRow(_Strict):
+class ClippingRow(Strict):
     """Share of input channels of `role` where text `clipped` exceeds the absolute maximum seen on `scales_from`."""
 
     role: str
@@ -110,7 +107,7 @@ class ClippingRow(_Strict):
     share: float
 
 
-class MethodRow(_Strict):
+class MethodRow(Strict):
     """What a method that learns from text did at one place.
 
     Attributes:
@@ -130,7 +127,7 @@ class MethodRow(_Strict):
     note: str = ""
 
 
-class CalibrationSummary(_Strict):
+class CalibrationSummary(Strict):
     """All of `calibration.json`.
 
     Attributes:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
+
+from quantkit.spec.document import Strict
 
 ByKind = dict[str, float]
 """Kind of text -> value."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class HeldOut(_Strict):
+class HeldOut(Strict):
     """The model as it is and as it will be, side by side on text that no statistic saw.
 
     Quantized streams are named "checkpoint" and "sharded" after the form of output whose exceptions they have, or
@@ -46,7 +44,7 @@ class HeldOut(_Strict):
     routing: dict[str, dict[int, float]]
 
 
-class GroupError(_Strict):
+class GroupError(Strict):
     """What one group of GEMMs costs alone: GEMMs that engines run as one share their scheme.
 
     Attributes:
@@ -67,7 +65,7 @@ class GroupError(_Strict):
     share: dict[str, ByKind]
 
 
-class Decision(_Strict):
+class Decision(Strict):
     """One exception.
 
     Attributes:
@@ -84,7 +82,7 @@ class Decision(_Strict):
     reason: str
 
 
-class FormDecisions(_Strict):
+class FormDecisions(Strict):
     """Exceptions of one form of output.
 
     Attributes:
@@ -99,12 +97,12 @@ class FormDecisions(_Strict):
     exceptions: tuple[Decision, ...]
     budget: float
     predicted_kl: ByKind
-    measured_kl: ByKind = {}
+    measured_kl: ByKind = Field(default_factory=dict)
     kept_share: float
     within_budget: bool
 
 
-class Decisions(_Strict):
+class Decisions(Strict):
     """All that was decided.
 
     Attributes:

@@ -13,10 +13,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
 from quantkit.errors import InputError
+from quantkit.spec.document import Strict
 from quantkit.spec.manifest_checks import contradictions, outside_names
 from quantkit.spec.mesh import Mesh
 from quantkit.spec.transform import Step
@@ -28,11 +29,7 @@ FORMAT_VERSION = 1
 EXTRA_FILES = "extra"  # set of shard files with whole tensors that no rank reads: draft layers, vision towers
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class SourceFile(_Strict):
+class SourceFile(Strict):
     """A file that was read.
 
     Attributes:
@@ -46,7 +43,7 @@ class SourceFile(_Strict):
     sha256: str
 
 
-class OutputFile(_Strict):
+class OutputFile(Strict):
     """A file that was written or copied.
 
     Attributes:
@@ -111,7 +108,7 @@ class TensorRecord:
     xxh3: str
 
 
-class Dropped(_Strict):
+class Dropped(Strict):
     """A tensor or a file of the source that was not written.
 
     Attributes:
@@ -125,7 +122,7 @@ class Dropped(_Strict):
     parameters: int = 0
 
 
-class RankFiles(_Strict):
+class RankFiles(Strict):
     """Files that one rank reads, in order, with its layers and experts.
 
     Attributes:
@@ -141,7 +138,7 @@ class RankFiles(_Strict):
     experts: tuple[int, ...] = ()
 
 
-class Manifest(_Strict):
+class Manifest(Strict):
     """The whole record.
 
     Attributes:

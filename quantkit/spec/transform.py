@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from quantkit.spec.document import Strict
 
 VECTORS_NAME = "transforms.safetensors"
 
@@ -20,11 +22,7 @@ RESIDUAL_NORMS = ("norm.input", "norm.pre_mlp", "norm.final")
 """Norms through which the blocks and the output head read the residual stream."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class FoldNorm(_Strict):
+class FoldNorm(Strict):
     """Norm weights move into the columns of all matrices that the norm feeds; the norm multiplies by one.
 
     Attributes:
@@ -35,7 +33,7 @@ class FoldNorm(_Strict):
     norms: tuple[str, ...] = RESIDUAL_NORMS
 
 
-class RotateResidual(_Strict):
+class RotateResidual(Strict):
     """The residual stream h becomes h Q with Q = `quantkit.rotation.Rotation(hidden, seed)`.
 
     An RMS norm without weights commutes with Q, so `fold_norm` must come before.
@@ -48,7 +46,7 @@ class RotateResidual(_Strict):
     seed: int = 0
 
 
-class RotateHeads(_Strict):
+class RotateHeads(Strict):
     """Values of every head are rotated by one matrix of the head's size, and rotated back where the output
     projection reads them: attention averages values over tokens, head by head, which commutes.
 
@@ -60,7 +58,7 @@ class RotateHeads(_Strict):
     seed: int = 0
 
 
-class ScalePair(_Strict):
+class ScalePair(Strict):
     """Output channel j of a producer is divided by s_j, and input column j of all its consumers multiplied by s_j.
 
     Attributes:
@@ -77,13 +75,13 @@ class ScalePair(_Strict):
 Step = Annotated[FoldNorm | RotateResidual | RotateHeads | ScalePair, Field(discriminator="step")]
 
 
-class Transforms(_Strict):
+class Transforms(Strict):
     """All steps, in the order in which they are applied."""
 
     steps: tuple[Step, ...] = ()
 
 
-class MethodOptions(_Strict):
+class MethodOptions(Strict):
     """An entry of a recipe's `methods:`; every method has a subclass with its own options.
 
     Attributes:
