@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit_runtime.kernels.triton.overlap import after_previous, overlap
+from quantkit_runtime.kernels.triton.quantize import round_half_even
 from quantkit_runtime.kernels.tuning import Attention, tuning
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -47,8 +48,8 @@ def _share(
         q_scale = tl.max(tl.abs(wide), axis=1) / 127.0
         q_scale = tl.where(q_scale > 0.0, q_scale, 1.0)
         wide = wide / q_scale[:, None]
-        rounded = (wide + 12582912.0) - 12582912.0
-        rest = ((wide - rounded) * 254.0 + 12582912.0) - 12582912.0
+        rounded = round_half_even(wide)
+        rest = round_half_even((wide - rounded) * 254.0)
         q_high, q_low = rounded.to(tl.int8), rest.to(tl.int8)
         scale = scale * q_scale[:, None]
     top = tl.full((BH,), -float("inf"), tl.float32)

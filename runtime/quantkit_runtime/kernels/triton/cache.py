@@ -11,6 +11,17 @@ from quantkit_runtime.kernels.triton.quantize import absmax_scale, rounded_quoti
 
 
 @triton.jit
+def _write(cache, scale, at, d, inside, value, DIM: tl.constexpr, INT8: tl.constexpr):
+    if INT8:
+        row = value[None, :]
+        row_scale = absmax_scale(row)
+        tl.store(cache + at * DIM + d, tl.reshape(rounded_quotient(row, row_scale), value.shape), mask=inside)
+        tl.store(scale + at + tl.arange(0, 1), row_scale)
+    else:
+        tl.store(cache + at * DIM + d, value.to(cache.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _rope_write(
     qkv, cos, sin, places, q_out, k_cache, k_scale, v_cache, v_scale, heads, kv_heads,
     PAGE: tl.constexpr, DIM: tl.constexpr, INT8_K: tl.constexpr, INT8_V: tl.constexpr, BD: tl.constexpr,
@@ -38,21 +49,10 @@ def _rope_write(
         return
     kv_head = (head - heads) % kv_heads
     at = (place // PAGE * kv_heads + kv_head) * PAGE + place % PAGE
-    is_key = head < heads + kv_heads
-    if is_key:
-        if INT8_K:
-            scale = absmax_scale(value[None, :])
-            tl.store(k_cache + at * DIM + d, tl.reshape(rounded_quotient(value[None, :], scale), (BD,)), mask=inside)
-            tl.store(k_scale + at + tl.arange(0, 1), scale)
-        else:
-            tl.store(k_cache + at * DIM + d, value.to(k_cache.dtype.element_ty), mask=inside)
+    if head < heads + kv_heads:
+        _write(k_cache, k_scale, at, d, inside, value, DIM, INT8_K)
     else:
-        if INT8_V:
-            scale = absmax_scale(value[None, :])
-            tl.store(v_cache + at * DIM + d, tl.reshape(rounded_quotient(value[None, :], scale), (BD,)), mask=inside)
-            tl.store(v_scale + at + tl.arange(0, 1), scale)
-        else:
-            tl.store(v_cache + at * DIM + d, value.to(v_cache.dtype.element_ty), mask=inside)
+        _write(v_cache, v_scale, at, d, inside, value, DIM, INT8_V)
 
 
 def rope_write(

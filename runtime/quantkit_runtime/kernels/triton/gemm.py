@@ -23,6 +23,21 @@ NO_SPLIT = 128
 
 
 @triton.jit
+def _step(acc, x_ptr, w_ptr, at, inside_K, EVEN: tl.constexpr, SWAP: tl.constexpr):
+    """`acc` with the products of one step of K; EVEN: all of it is inside."""
+    if EVEN:
+        x_tile, w_tile = tl.load(x_ptr + at), tl.load(w_ptr + at)
+    else:
+        x_tile = tl.load(x_ptr + at, mask=inside_K[None, :], other=0)
+        w_tile = tl.load(w_ptr + at, mask=inside_K[None, :], other=0)
+    if SWAP:
+        acc = tl.dot(w_tile, tl.trans(x_tile), acc, out_dtype=tl.int32)
+    else:
+        acc = tl.dot(x_tile, tl.trans(w_tile), acc, out_dtype=tl.int32)
+    return acc
+
+
+@triton.jit
 def _gemm(
     x, x_scale, w, w_scale, bias, out, slots, tile_expert, rows, tiles_m, n, k, stride_expert,
     SHARE: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, SWAP: tl.constexpr, BAND: tl.constexpr,
@@ -60,48 +75,26 @@ def _gemm(
     x_ptr = x + x_m.to(tl.int64)[:, None] * k + offs_k[None, :]
     w_ptr = w + safe_n.to(tl.int64)[:, None] * k + offs_k[None, :]
 
+    # With SWAP the output channels are the rows of the matrix instruction.
+    ROWS: tl.constexpr = BN if SWAP else BM
+    COLUMNS: tl.constexpr = BM if SWAP else BN
     if GROUP > 0:
         STEPS: tl.constexpr = (GROUP + BK - 1) // BK
         groups = k // GROUP
         total = tl.zeros((BM, BN), dtype=tl.float32)
         for group in range(groups):
-            if SWAP:
-                acc = tl.zeros((BN, BM), dtype=tl.int32)
-            else:
-                acc = tl.zeros((BM, BN), dtype=tl.int32)
+            acc = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
             for step in tl.static_range(STEPS):
                 at = group * GROUP + step * BK
-                if GROUP % BK == 0:
-                    x_tile, w_tile = tl.load(x_ptr + at), tl.load(w_ptr + at)
-                else:
-                    inside = step * BK + offs_k < GROUP
-                    x_tile = tl.load(x_ptr + at, mask=inside[None, :], other=0)
-                    w_tile = tl.load(w_ptr + at, mask=inside[None, :], other=0)
-                if SWAP:
-                    acc = tl.dot(w_tile, tl.trans(x_tile), acc, out_dtype=tl.int32)
-                else:
-                    acc = tl.dot(x_tile, tl.trans(w_tile), acc, out_dtype=tl.int32)
+                acc = _step(acc, x_ptr, w_ptr, at, step * BK + offs_k < GROUP, GROUP % BK == 0, SWAP)
             scale = tl.load(x_scale + x_m * groups + group)
             if SWAP:
-                total += tl.trans(acc).to(tl.float32) * scale[:, None]
-            else:
-                total += acc.to(tl.float32) * scale[:, None]
+                acc = tl.trans(acc)
+            total += acc.to(tl.float32) * scale[:, None]
     else:
-        if SWAP:
-            acc = tl.zeros((BN, BM), dtype=tl.int32)
-        else:
-            acc = tl.zeros((BM, BN), dtype=tl.int32)
+        acc = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
         for at in range(0, k, BK):
-            if EVEN_K:
-                x_tile, w_tile = tl.load(x_ptr + at), tl.load(w_ptr + at)
-            else:
-                inside = at + offs_k < k
-                x_tile = tl.load(x_ptr + at, mask=inside[None, :], other=0)
-                w_tile = tl.load(w_ptr + at, mask=inside[None, :], other=0)
-            if SWAP:
-                acc = tl.dot(w_tile, tl.trans(x_tile), acc, out_dtype=tl.int32)
-            else:
-                acc = tl.dot(x_tile, tl.trans(w_tile), acc, out_dtype=tl.int32)
+            acc = _step(acc, x_ptr, w_ptr, at, at + offs_k < k, EVEN_K, SWAP)
         if SWAP:
             acc = tl.trans(acc)
         total = acc.to(tl.float32) * tl.load(x_scale + x_m)[:, None]

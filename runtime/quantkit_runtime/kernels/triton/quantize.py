@@ -21,6 +21,12 @@ _HALF_EVEN = tl.constexpr(12582912.0)  # 1.5 x 2^23: adding it leaves no bits fo
 
 
 @triton.jit
+def round_half_even(value):
+    """Of magnitudes below 2^22, without libdevice."""
+    return (value + _HALF_EVEN) - _HALF_EVEN
+
+
+@triton.jit
 def absmax_scale(value):
     """Scales `[G]` of rows `[G, W]`."""
     # Bits of magnitudes order as integers with NaN above all, so that a NaN reaches the scale, as in torch.
@@ -38,7 +44,15 @@ def rounded_quotient(value, scale):
     inverse = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
     quotient = value * inverse
     quotient = tl.math.fma(tl.math.fma(-quotient, scale[:, None], value), inverse, quotient)
-    return ((quotient + _HALF_EVEN) - _HALF_EVEN).to(tl.int8)
+    return round_half_even(quotient).to(tl.int8)
+
+
+@triton.jit
+def _places(groups, GROUP: tl.constexpr, G: tl.constexpr, W: tl.constexpr):
+    """Places `[G, W]` of a row's values, and which of them there are."""
+    g, j = tl.arange(0, G), tl.arange(0, W)
+    inside = (g[:, None] < groups) & (j[None, :] < GROUP)
+    return g[:, None] * GROUP + j[None, :], inside
 
 
 @triton.jit
@@ -55,9 +69,8 @@ def _quantize(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     after_previous(OVERLAP)
-    g, j = tl.arange(0, G), tl.arange(0, W)
-    inside = (g[:, None] < groups) & (j[None, :] < GROUP)
-    offs = row * k + g[:, None] * GROUP + j[None, :]
+    place, inside = _places(groups, GROUP, G, W)
+    offs = row * k + place
     value = tl.load(x + offs, mask=inside, other=0.0).to(tl.float32)
     _store_quantized(q, scale, value, offs, inside, row, groups, G)
 
@@ -70,9 +83,7 @@ def _norm_quantize(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     after_previous(OVERLAP)
-    g, j = tl.arange(0, G), tl.arange(0, W)
-    inside = (g[:, None] < groups) & (j[None, :] < GROUP)
-    place = g[:, None] * GROUP + j[None, :]
+    place, inside = _places(groups, GROUP, G, W)
     offs = row * k + place
     dtype = x.dtype.element_ty
     value = tl.load(x + offs, mask=inside, other=0.0)
@@ -100,9 +111,7 @@ def _silu_mul_quantize(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     after_previous(OVERLAP)
-    g, j = tl.arange(0, G), tl.arange(0, W)
-    inside = (g[:, None] < groups) & (j[None, :] < GROUP)
-    place = g[:, None] * GROUP + j[None, :]
+    place, inside = _places(groups, GROUP, G, W)
     gate = tl.load(gate_up + row * 2 * k + place, mask=inside, other=0.0)
     up = tl.load(gate_up + row * 2 * k + k + place, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
@@ -114,8 +123,7 @@ def _silu_mul_quantize(
 def quantize(x_TK: Tensor, group_size: int = 0, warps: int = 0) -> tuple[Tensor, Tensor]:
     """See `kernels.registry`; `warps` overrides the device's table."""
     x = x_TK.contiguous()
-    q, scale, sizes = _outputs(x, x.shape[1], group_size)
-    sizes["num_warps"] = warps or sizes["num_warps"]
+    q, scale, sizes = _outputs(x, x.shape[1], group_size, warps)
     if x.shape[0]:
         _quantize[(x.shape[0],)](x, q, scale, x.shape[1], scale.shape[1], **sizes)
     return q, scale
@@ -148,19 +156,18 @@ def silu_mul_quantize(gate_up_TI: Tensor, group_size: int = 0, warps: int = 0) -
     """See `kernels.registry`; `warps` overrides the device's table."""
     x = gate_up_TI.contiguous()
     inner = x.shape[1] // 2
-    q, scale, sizes = _outputs(x, inner, group_size)
-    sizes["num_warps"] = warps or sizes["num_warps"]
+    q, scale, sizes = _outputs(x, inner, group_size, warps)
     if x.shape[0]:
         _silu_mul_quantize[(x.shape[0],)](x, q, scale, inner, scale.shape[1], **sizes)
     return q, scale
 
 
-def _outputs(x: Tensor, k: int, group_size: int) -> tuple[Tensor, Tensor, dict[str, int]]:
+def _outputs(x: Tensor, k: int, group_size: int, warps: int = 0) -> tuple[Tensor, Tensor, dict[str, int]]:
     """int8 `[T, k]`, scales, and the kernel's sizes."""
     group = group_size or k
     groups = k // group
     q = x.new_empty((x.shape[0], k), dtype=torch.int8)
     scale = x.new_empty((x.shape[0], groups), dtype=torch.float32)
     g, w = triton.next_power_of_2(groups), triton.next_power_of_2(group)
-    warps = tuning().quantize_warps(g * w)
+    warps = warps or tuning().quantize_warps(g * w)
     return q, scale, {"GROUP": group, "G": g, "W": w, **overlap(), "num_warps": warps}
