@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from quantkit.acceptance.endpoint import Endpoint
-from quantkit.acceptance.outcome import failed, skipped
+from quantkit.acceptance.outcome import Finding, Value, missed, skipped
 from quantkit.acceptance.session import Found, Session
 from quantkit.acceptance.talk import ask, user
 from quantkit.errors import InputError
@@ -41,8 +41,7 @@ def needles(session: Session) -> Found:
             rows.append(
                 f"{'found' if hit else 'MISSED'}: {answer.prompt_tokens} tokens, depth {depth:.0%}: {answer.text!r}"
             )
-    total = len(rows)
-    return _judged(hits, total, settings.min_needles, rows, "needles")
+    return _judged(hits, len(rows), settings.min_needles, rows, "needles")
 
 
 def haystack(lines: int, depth: float, code: str, seed: int) -> str:
@@ -156,7 +155,6 @@ def tasks(session: Session) -> Found:
 def _judged(hits: int, total: int, least: float, rows: Sequence[str], what: str) -> Found:
     measured = {"solved": float(hits), "of": float(total)}
     if hits < least * total:
-        stop = failed(f"{what}_missed", *rows, got=hits, total=total, wanted=f"{least:.0%}")
-        stop.measured = measured
-        raise stop
+        values: dict[str, Value] = {"got": hits, "total": total, "wanted": f"{least:.0%}"}
+        raise missed([Finding(key=f"{what}_missed", values=values)], measured, *rows)
     return Found(f"{what}_found", {"got": hits, "total": total}, tuple(rows), measured)

@@ -124,10 +124,13 @@ def connect(
 def said(error: Exception) -> str:
     """What the server wrote in its refusal: status and message."""
     status = getattr(error, "status_code", None)
-    body = getattr(error, "body", None)
+    return f"{status} {message_of(getattr(error, 'body', None)) or error}" if status else str(error)
+
+
+def message_of(body: object) -> object:
+    """What stands where the body of a refusal has its message."""
     inner = body.get("error", body) if isinstance(body, dict) else body
-    message = inner.get("message") if isinstance(inner, dict) else inner
-    return f"{status} {message or error}" if status else str(error)
+    return inner.get("message") if isinstance(inner, dict) else inner
 
 
 def _openai() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import openai
 
-from quantkit.acceptance.endpoint import said
+from quantkit.acceptance.endpoint import message_of, said
 from quantkit.acceptance.outcome import failed, skipped
 from quantkit.acceptance.session import Found, Session
 from quantkit.acceptance.talk import ask, ask_streamed, user
@@ -47,11 +47,10 @@ def multi_turn(session: Session) -> Found:
 
 def finish_reason(session: Session) -> Found:
     """A bound on the tokens is kept and said: an answer that goes on under a wider bound was cut by the first."""
-    bound = _BOUND
-    answer, longer = (ask(session.endpoint, user(COUNTING), max_tokens=most) for most in (bound, 2 * bound))
-    if longer.completion_tokens > bound and answer.finish != "length":
+    answer, longer = (ask(session.endpoint, user(COUNTING), max_tokens=most) for most in (_BOUND, 2 * _BOUND))
+    if longer.completion_tokens > _BOUND and answer.finish != "length":
         raise failed(
-            "finish_wrong", answer.everything, got=answer.finish, tokens=answer.completion_tokens, wanted=bound
+            "finish_wrong", answer.everything, got=answer.finish, tokens=answer.completion_tokens, wanted=_BOUND
         )
     return Found("finish_right", {"reason": answer.finish, "tokens": answer.completion_tokens}, (answer.everything,))
 
@@ -128,8 +127,6 @@ def bad_request(session: Session) -> Found:
 def _readable_refusal(error: openai.APIStatusError) -> None:
     if error.status_code >= 500:
         raise failed("server_error", said(error), status=error.status_code) from error
-    body = error.body
-    inner = body.get("error", body) if isinstance(body, dict) else body
-    message = inner.get("message") if isinstance(inner, dict) else inner
+    message = message_of(error.body)
     if not isinstance(message, str) or not message.strip():
-        raise failed("unreadable_error", str(body), status=error.status_code) from error
+        raise failed("unreadable_error", str(error.body), status=error.status_code) from error

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from quantkit.acceptance.endpoint import Endpoint, said
-from quantkit.acceptance.talk import reasoning_of
+from quantkit.acceptance.talk import STREAMED, reasoning_of, request, user
 
 WORDS = (
     "river",
@@ -81,19 +80,11 @@ class LoadGenerator:
         # The number stands first: what a prefix cache could share is a chat template's beginning.
         return " ".join([f"{self._sent} {self._random.getrandbits(64):x}", *self._random.choices(WORDS, k=tokens)])
 
-    @asynccontextmanager
-    async def _client(self) -> AsyncIterator[Any]:
-        client = self.endpoint.async_client()
-        try:
-            yield client
-        finally:
-            await client.close()
-
     def warm_up(self, shapes: Sequence[tuple[int, int]], times: int) -> None:
         """Full-length requests, one at a time; also learns whether the server takes `ignore_eos`."""
 
         async def run() -> None:
-            async with self._client() as client:
+            async with self.endpoint.async_client() as client:
                 for index in range(times):
                     sample = await self._one(client, *shapes[index % len(shapes)], time.perf_counter())
                     if sample.error.startswith(("400", "422")) and self._extra:
@@ -111,14 +102,19 @@ class LoadGenerator:
                 for index in left:
                     samples.append(await self._one(client, *shapes[index % len(shapes)], origin))
 
-            async with self._client() as client:
+            async with self.endpoint.async_client() as client:
                 await asyncio.gather(*(worker(client) for _ in range(min(concurrency, requests))))
             return samples
 
         return asyncio.run(run())
 
     def open_loop(
-        self, shapes: Sequence[tuple[int, int]], rate: float, seconds: float, most: int, observe: Any = None
+        self,
+        shapes: Sequence[tuple[int, int]],
+        rate: float,
+        seconds: float,
+        most: int,
+        observe: Callable[[], None] | None = None,
     ) -> list[Sample]:
         """A request every 1 / rate seconds whether earlier ones are done or not, but never more than `most` at a time.
 
@@ -127,9 +123,9 @@ class LoadGenerator:
 
         async def run() -> list[Sample]:
             origin, samples, running = time.perf_counter(), list[Sample](), set[asyncio.Task[Sample]]()
-            async with self._client() as client:
+            async with self.endpoint.async_client() as client:
                 index = 0
-                while (now := time.perf_counter() - origin) < seconds:
+                while time.perf_counter() - origin < seconds:
                     if len(running) < most:
                         task = asyncio.create_task(self._one(client, *shapes[index % len(shapes)], origin))
                         running.add(task)
@@ -138,7 +134,7 @@ class LoadGenerator:
                     index += 1
                     if observe is not None:
                         await asyncio.to_thread(observe)
-                    await asyncio.sleep(max(0.0, index / rate - (time.perf_counter() - origin)) if now else 1 / rate)
+                    await asyncio.sleep(max(0.0, index / rate - (time.perf_counter() - origin)))
                 await asyncio.gather(*running)
             return sorted(samples, key=lambda sample: sample.start)
 
@@ -160,13 +156,13 @@ class LoadGenerator:
 
     async def _stream(self, client: Any, prompt: str, tokens: int, sample: Sample, origin: float) -> None:
         stream = await client.chat.completions.create(
-            model=self.endpoint.model,
-            messages=[{"role": "user", "content": prompt}],
-            max_tokens=tokens,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={**self._extra, **self.endpoint.extra_body},
+            **request(
+                self.endpoint,
+                user(prompt),
+                max_tokens=tokens,
+                **STREAMED,
+                extra_body={**self._extra, **self.endpoint.extra_body},
+            )
         )
         finished, events = False, 0
         async for event in stream:

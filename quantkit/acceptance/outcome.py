@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -72,30 +72,37 @@ class Stopped(Exception):
     """Ends a check with this status; carries everything that `Check` shows."""
 
     def __init__(
-        self, status: Status, key: str, values: Mapping[str, Value] | None = None, evidence: tuple[str, ...] = ()
+        self,
+        status: Status,
+        findings: Sequence[Finding],
+        evidence: Sequence[object] = (),
+        measured: Mapping[str, float] | None = None,
     ) -> None:
-        super().__init__(key)
+        super().__init__(", ".join(finding.key for finding in findings))
         self.status = status
-        self.findings: tuple[Finding, ...] = (Finding(key=key, values=dict(values or {})),)
-        self.evidence = tuple(map(excerpt, evidence))
-        self.measured: dict[str, float] = {}
+        self.findings = tuple(findings)
+        self.evidence = tuple(excerpt(str(item)) for item in evidence)
+        self.measured = dict(measured or {})
 
 
 def failed(key: str, *evidence: object, **values: Value) -> Stopped:
     """The check failed, for this reason."""
-    return Stopped("fail", key, values, tuple(map(str, evidence)))
+    return Stopped("fail", (Finding(key=key, values=values),), evidence)
 
 
-def several(findings: list[Finding], measured: dict[str, float], *evidence: str) -> Stopped:
-    """The check failed for several reasons at once."""
-    stop = Stopped("fail", "", evidence=evidence)
-    stop.findings, stop.measured = tuple(findings), measured
-    return stop
+def missed(findings: Sequence[Finding], measured: Mapping[str, float], *evidence: str) -> Stopped:
+    """The check failed, for one or several reasons, and its figures are of use all the same."""
+    return Stopped("fail", findings, evidence, measured)
+
+
+def unsupported(key: str, *evidence: object) -> Stopped:
+    """The server does not have what the check needs."""
+    return Stopped("unsupported", (Finding(key=key),), evidence)
 
 
 def skipped(key: str, **values: Value) -> Stopped:
     """The check needs something that was not given."""
-    return Stopped("skipped", key, values)
+    return Stopped("skipped", (Finding(key=key, values=values),))
 
 
 def excerpt(text: str) -> str:

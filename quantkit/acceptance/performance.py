@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from quantkit.acceptance.load import LoadGenerator, Sample, figures
-from quantkit.acceptance.outcome import Finding, several, skipped
+from quantkit.acceptance.outcome import Finding, missed, skipped
 from quantkit.acceptance.session import Found, Session
 from quantkit.acceptance.settings import Load
 
@@ -32,7 +32,7 @@ def run_load(session: Session, name: str) -> Found:
     if name == MIXED:
         session.rate = found.get("requests_per_s", 0.0)
     if problems := judge(load, found):
-        raise several(problems, found, *worst_errors(samples))
+        raise missed(problems, found, *worst_errors(samples))
     values = {key: round(found.get(key, 0.0), 4) for key in ("tokens_per_s", "ttft_p99_s", "token_p99_s")}
     return Found("load_done", dict(values), measured=found)
 

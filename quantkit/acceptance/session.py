@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quantkit.acceptance.endpoint import Endpoint, said
-from quantkit.acceptance.outcome import Check, Finding, Stopped, Value, excerpt, failed
+from quantkit.acceptance.outcome import Check, Finding, Stopped, Value, excerpt, failed, unsupported
 from quantkit.acceptance.settings import Settings
 
 UNSUPPORTED_STATUS = frozenset({400, 404, 405, 422, 501})
@@ -92,7 +92,7 @@ def _guarded(spec: CheckSpec, session: Session) -> Found:
         if error.status_code >= 500 and error.status_code != 501:
             raise failed("server_error", said(error), status=error.status_code) from error
         if spec.optional and error.status_code in UNSUPPORTED_STATUS:
-            raise Stopped("unsupported", "unsupported", evidence=(said(error),)) from error
+            raise unsupported("unsupported", said(error)) from error
         raise failed("refused", said(error), status=error.status_code) from error
     except openai.APITimeoutError as error:
         raise failed("timeout", seconds=session.settings.timeout_s) from error

@@ -9,7 +9,6 @@ points, so that single peaks do not count.
 from __future__ import annotations
 
 import subprocess
-import threading
 import time
 from collections.abc import Sequence
 from itertools import combinations
@@ -19,11 +18,11 @@ import psutil
 
 from quantkit.acceptance.endpoint import Endpoint
 from quantkit.acceptance.load import LoadGenerator, Sample, figures
-from quantkit.acceptance.outcome import Finding, failed, several, skipped
+from quantkit.acceptance.outcome import Finding, failed, missed, skipped
 from quantkit.acceptance.performance import MIXED, worst_errors
 from quantkit.acceptance.session import Found, Session
 from quantkit.acceptance.settings import Stability
-from quantkit.acceptance.talk import ask, user
+from quantkit.acceptance.talk import ask, request, user
 
 MIB = 2**20
 _POINTS = 240
@@ -54,7 +53,7 @@ def soak(session: Session) -> Found:
     found = figures(samples) | {"hours": session.soak_hours}
     problems = _judge(settings, samples, memory.points, seconds, found)
     if problems:
-        raise several(problems, found, *worst_errors(samples))
+        raise missed(problems, found, *worst_errors(samples))
     key = "soak_steady" if memory.points else "soak_without_memory"
     return Found(key, {"requests": len(samples), "hours": round(session.soak_hours, 3)}, measured=found)
 
@@ -145,9 +144,7 @@ def restart(session: Session) -> Found:
     after = ask(endpoint, user(_PROBE), max_tokens=16)
     measured = {"recovery_s": recovered - begin}
     if after.everything != before.everything:
-        stop = failed("restart_differs", before.everything, after.everything)
-        stop.measured = measured
-        raise stop
+        raise missed([Finding(key="restart_differs")], measured, before.everything, after.everything)
     return Found("recovered", {"seconds": round(recovered - begin, 1)}, (after.everything,), measured)
 
 
@@ -169,7 +166,7 @@ class _OutageWatch:
             self.down = self.down or not answers
             if command.poll() not in (None, 0):
                 return None
-            threading.Event().wait(min(_POLL_S, until - now))
+            time.sleep(min(_POLL_S, until - now))
         return None
 
     def _answers(self) -> bool:
@@ -177,10 +174,7 @@ class _OutageWatch:
 
         try:
             self._endpoint.client.with_options(timeout=_PROBE_TIMEOUT_S).chat.completions.create(
-                model=self._endpoint.model,
-                messages=[{"role": "user", "content": _PROBE}],
-                max_tokens=1,
-                extra_body=self._endpoint.extra_body,
+                **request(self._endpoint, user(_PROBE), max_tokens=1)
             )
         except openai.APIError:
             return False

@@ -44,13 +44,7 @@ TOOL: dict[str, Any] = {
 
 def tools_named(session: Session) -> Found:
     """The tool that the request names is called with arguments of its schema."""
-    answer = ask(
-        session.endpoint,
-        user(QUESTION),
-        max_tokens=session.settings.function.structured_tokens,
-        tools=[TOOL],
-        tool_choice={"type": "function", "function": {"name": "get_weather"}},
-    )
+    answer = _ask_with_tool(session, {"type": "function", "function": {"name": "get_weather"}})
     if not answer.tool_calls:
         raise failed("tool_not_called", answer.text)
     _check_calls(answer)
@@ -59,13 +53,7 @@ def tools_named(session: Session) -> Found:
 
 def tools_auto(session: Session) -> Found:
     """The model may call the tool; what it calls has the right form."""
-    answer = ask(
-        session.endpoint,
-        user(QUESTION),
-        max_tokens=session.settings.function.structured_tokens,
-        tools=[TOOL],
-        tool_choice="auto",
-    )
+    answer = _ask_with_tool(session, "auto")
     if not answer.tool_calls:
         if answer.finish == "tool_calls":
             raise failed("tool_finish_without_call", answer.text)
@@ -74,6 +62,11 @@ def tools_auto(session: Session) -> Found:
     if answer.finish != "tool_calls":
         raise failed("tool_finish", str(answer.tool_calls), got=answer.finish)
     return Found("tool_called", {}, (str(answer.tool_calls),))
+
+
+def _ask_with_tool(session: Session, choice: object) -> Answer:
+    most = session.settings.function.structured_tokens
+    return ask(session.endpoint, user(QUESTION), max_tokens=most, tools=[TOOL], tool_choice=choice)
 
 
 def tool_result(session: Session) -> Found:

@@ -15,6 +15,12 @@ Message = Mapping[str, Any]
 FINISH_REASONS = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
 """Of the API reference of chat completions."""
 
+BAD_FORM = (LookupError, TypeError, AttributeError, ValueError)
+"""What taking an answer apart raises when it has not the form of the API: a key, a type or a value is another."""
+
+STREAMED: Mapping[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+"""Options of a request for a stream that counts its tokens."""
+
 
 @dataclass
 class Answer:
@@ -49,6 +55,18 @@ def user(text: str) -> list[Message]:
     return [{"role": "user", "content": text}]
 
 
+def request(endpoint: Endpoint, messages: Sequence[Message], *, max_tokens: int, **options: Any) -> dict[str, Any]:
+    """Arguments of the client for a greedy answer to a chat; an option replaces what stands here."""
+    return {
+        "model": endpoint.model,
+        "messages": list(messages),
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "extra_body": endpoint.extra_body,
+        **options,
+    }
+
+
 def ask(endpoint: Endpoint, messages: Sequence[Message], *, max_tokens: int, **options: Any) -> Answer:
     """Greedy answer to a chat.
 
@@ -56,15 +74,8 @@ def ask(endpoint: Endpoint, messages: Sequence[Message], *, max_tokens: int, **o
         Stopped: the answer has not the form of the API.
         openai.APIError: the server refused or failed.
     """
-    client: Any = endpoint.client
-    raw = client.chat.completions.with_raw_response.create(
-        model=endpoint.model,
-        messages=list(messages),
-        temperature=0,
-        max_tokens=max_tokens,
-        extra_body=endpoint.extra_body,
-        **options,
-    )
+    create = endpoint.client.chat.completions.with_raw_response.create
+    raw = create(**request(endpoint, messages, max_tokens=max_tokens, **options))
     body = _json(raw.text)
     try:
         choice = body["choices"][0]
@@ -80,7 +91,7 @@ def ask(endpoint: Endpoint, messages: Sequence[Message], *, max_tokens: int, **o
                 (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()
             ],
         )
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+    except BAD_FORM as error:
         raise failed("malformed_answer", raw.text, what=repr(error)) from error
     _check(answer, max_tokens, raw.text)
     return answer
@@ -88,17 +99,9 @@ def ask(endpoint: Endpoint, messages: Sequence[Message], *, max_tokens: int, **o
 
 def ask_streamed(endpoint: Endpoint, messages: Sequence[Message], *, max_tokens: int, **options: Any) -> Answer:
     """The same as `ask`, as a stream of server-sent events whose protocol is checked line by line."""
-    client: Any = endpoint.client
-    with client.chat.completions.with_streaming_response.create(
-        model=endpoint.model,
-        messages=list(messages),
-        temperature=0,
-        max_tokens=max_tokens,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body=endpoint.extra_body,
-        **options,
-    ) as response:
+    create = endpoint.client.chat.completions.with_streaming_response.create
+    asked = request(endpoint, messages, max_tokens=max_tokens, **STREAMED, **options)
+    with create(**asked) as response:
         return parse_stream(response.iter_lines(), max_tokens)
 
 
@@ -144,7 +147,7 @@ def _add_event(answer: Answer, event: Any, line: str) -> None:
             answer.text += content
             answer.reasoning += reasoning
             answer.finish = choice.get("finish_reason") or answer.finish
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except BAD_FORM as error:
         raise failed("malformed_answer", line, what=repr(error)) from error
 
 
