@@ -16,7 +16,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, field_validator
 from quantkit.archs import ROLES, Architecture, Key
 from quantkit.errors import UsageError
 from quantkit.shipped import shipped_folder
-from quantkit.spec.document import Strict
+from quantkit.spec.document import Strict, problems_of
 from quantkit.spec.scheme import SCHEMES, Scheme
 from quantkit.spec.transform import MethodOptions
 
@@ -205,8 +205,7 @@ class Recipe(Strict):
             try:
                 found.append(method(name).options.model_validate(entry))
             except ValidationError as error:
-                problems = [f"{'.'.join(map(str, item['loc'])) or 'entry'}: {item['msg']}" for item in error.errors()]
-                raise ValueError(f"method {name}: {'; '.join(problems)}") from error
+                raise ValueError(f"method {name}: {'; '.join(problems_of(error, whole='entry'))}") from error
         _check_order([options.name for options in found])
         return tuple(found)
 
@@ -326,10 +325,9 @@ def validated(raw: Mapping[str, Any], origin: str) -> Recipe:
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, item['loc'])) or 'recipe'}: {item['msg']}" for item in error.errors()]
         raise UsageError(
-            f"recipe {origin} has {len(problems)} problems",
+            f"recipe {origin} has {error.error_count()} problems",
             _RECIPE_HELP,
-            items=problems,
+            items=problems_of(error, whole="recipe"),
             choices=sorted(Recipe.model_fields),
         ) from error

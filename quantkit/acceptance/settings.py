@@ -10,11 +10,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import Field, ValidationError
 
 from quantkit.errors import UsageError
-from quantkit.spec.document import Strict
+from quantkit.spec.document import Strict, problems_of, read_yaml
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -133,25 +132,20 @@ def load_settings(path: Path | None) -> Settings:
     Raises:
         UsageError: unreadable, not YAML, unknown keys or bad values (all listed).
     """
-    shipped = yaml.safe_load((resources.files("quantkit.acceptance") / "default.yaml").read_text(encoding="utf-8"))
+    file = resources.files("quantkit.acceptance") / "default.yaml"
+    shipped = read_yaml(file, "the shipped settings", "an installation that is whole")
     if path is None:
         return Settings.model_validate(shipped)
-    try:
-        own = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", "give a YAML file of thresholds") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise UsageError(f"{path} is not YAML: {error}", "correct it") from error
+    own = read_yaml(path, str(path), "a YAML file of thresholds") or {}
     if not isinstance(own, dict):
         raise UsageError(f"{path} is not a mapping of keys", "correct it", choices=sorted(Settings.model_fields))
     try:
         return Settings.model_validate(_merged(shipped, own))
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
         raise UsageError(
-            f"{path} has {len(problems)} problems",
+            f"{path} has {error.error_count()} problems",
             "correct it; every key is described in quantkit/acceptance/settings.py",
-            items=problems,
+            items=problems_of(error),
         ) from error
 
 

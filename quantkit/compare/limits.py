@@ -17,11 +17,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, ValidationError
 
 from quantkit.errors import UsageError
-from quantkit.spec.document import Strict
+from quantkit.spec.document import Strict, problems_of, read_yaml
 
 Kind = Literal["int8", "float"]
 
@@ -77,7 +76,8 @@ def load_limits(kind: Kind, path: Path | None = None) -> Limits:
     Raises:
         UsageError: unreadable, no YAML, or keys and values that the models refuse (all listed), in either section.
     """
-    shipped = yaml.safe_load((resources.files("quantkit.compare") / "limits.yaml").read_text(encoding="utf-8"))
+    file = resources.files("quantkit.compare") / "limits.yaml"
+    shipped = read_yaml(file, "the shipped limits", "an installation that is whole")
     own = _own(path) if path is not None else _Sections()
     sections = {name: _checked({**shipped[name], **getattr(own, name)}, path, name) for name in shipped}
     return sections[kind]
@@ -85,13 +85,9 @@ def load_limits(kind: Kind, path: Path | None = None) -> Limits:
 
 def _own(path: Path) -> _Sections:
     try:
-        return _Sections.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
-    except OSError as error:
-        raise UsageError(f"limits {path}: {error.strerror or error}", "give a readable YAML file") from error
+        return _Sections.model_validate(read_yaml(path, f"limits {path}", "a readable YAML file") or {})
     except ValidationError as error:
         raise _refused(error, path) from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise UsageError(f"limits {path} are not YAML: {error}", "correct the file") from error
 
 
 def _checked(values: Mapping[str, Any], path: Path | None, section: str) -> Limits:
@@ -104,10 +100,9 @@ def _checked(values: Mapping[str, Any], path: Path | None, section: str) -> Limi
 def _refused(error: ValidationError, path: Path | None, section: str = "") -> UsageError:
     """Of a section: its keys are the choices. Of the whole file: its sections are."""
     lead = f"{section}." if section else ""
-    problems = [f"{lead}{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}" for item in error.errors()]
     return UsageError(
-        f"limits {path}: {len(problems)} problems",
+        f"limits {path}: {error.error_count()} problems",
         "correct the file, a mapping as `int8: {kl_mean: 0.2}`; quantkit/compare/limits.yaml is the shipped one",
-        items=problems,
+        items=[f"{lead}{problem}" for problem in problems_of(error)],
         choices=sorted((Limits if section else _Sections).model_fields),
     )

@@ -8,13 +8,12 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from quantkit.checkpoint.reader import Source
 from quantkit.errors import UsageError
 from quantkit.spec.calibration import read_summary
-from quantkit.spec.document import Strict
+from quantkit.spec.document import Strict, problems_of, read_yaml
 
 
 class Rung(Strict):
@@ -79,24 +78,15 @@ def load_rungs(path: Path | None, only: tuple[str, ...] = ()) -> tuple[Rung, ...
         UsageError: unreadable, not YAML, unknown keys, bad order, or names that the list does not have.
     """
     origin = str(path) if path else "the shipped ladder"
+    file = path or resources.files("quantkit.ladder") / "default.yaml"
     try:
-        text = (
-            path.read_text(encoding="utf-8")
-            if path
-            else (resources.files("quantkit.ladder") / "default.yaml").read_text(encoding="utf-8")
-        )
-        found = Rungs.model_validate(yaml.safe_load(text))
-    except OSError as error:
-        raise UsageError(f"{origin}: {error.strerror}", "give a YAML file with a list `rungs`") from error
-    except ValidationError as error:  # a ValueError as well
-        problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        found = Rungs.model_validate(read_yaml(file, origin, "a YAML file with a list `rungs`"))
+    except ValidationError as error:
         raise UsageError(
-            f"{origin} has {len(problems)} problems",
+            f"{origin} has {error.error_count()} problems",
             "correct it; every key is described in quantkit/ladder/rungs.py",
-            items=problems,
+            items=problems_of(error),
         ) from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise UsageError(f"{origin} is not YAML: {error}", "correct it") from error
     names = [rung.name for rung in found.rungs]
     unknown = [name for name in only if name not in names]
     if unknown:

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from quantkit.errors import InputError
 from quantkit.spec.calibration import file_sha256
-from quantkit.spec.document import Strict
+from quantkit.spec.document import Strict, problems_of
 
 BASELINE_NAME = "baseline.json"
 LOGPROBS_NAME = "logprobs.safetensors"
@@ -197,8 +197,7 @@ def read_baseline(folder: Path, *, verify: bool = True) -> Baseline:
             f"{folder} holds no finished baseline ({error.strerror})", "run `quantkit baseline` to its end"
         ) from error
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}" for item in error.errors()]
-        raise InputError(f"{path} is not a baseline", "make it again", items=problems) from error
+        raise InputError(f"{path} is not a baseline", "make it again", items=problems_of(error)) from error
     if found.sequences_sha256 != sequences_digest(found.sequences):
         raise InputError(f"{path}: the token ids are not those that were recorded", "copy the baseline again")
     wrong = [name for name in found.files if not (folder / name).is_file()]

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from quantkit.errors import InputError
 from quantkit.spec.decisions import Decisions, HeldOut
-from quantkit.spec.document import Strict
+from quantkit.spec.document import Strict, problems_of
 
 SUMMARY_NAME = "calibration.json"
 SCALES_NAME = "scales.safetensors"
@@ -194,8 +194,7 @@ def read_summary(folder: Path) -> CalibrationSummary:
             "run `quantkit calibrate` to its end",
         ) from error
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
-        raise InputError(f"{path} is not a calibration summary", "calibrate again", items=problems) from error
+        raise InputError(f"{path} is not a calibration summary", "calibrate again", items=problems_of(error)) from error
 
 
 def file_sha256(path: Path) -> str:

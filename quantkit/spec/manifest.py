@@ -17,7 +17,7 @@ from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
 from quantkit.errors import InputError
-from quantkit.spec.document import Strict
+from quantkit.spec.document import Strict, problems_of
 from quantkit.spec.manifest_checks import contradictions, outside_names
 from quantkit.spec.mesh import Mesh
 from quantkit.spec.transform import Step
@@ -206,8 +206,7 @@ def read_manifest(path: Path) -> Manifest:
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}", "run `quantkit convert` again") from error
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
-        raise InputError(f"{path} is not a quantkit manifest", "convert again", items=problems) from error
+        raise InputError(f"{path} is not a quantkit manifest", "convert again", items=problems_of(error)) from error
     if not _is_canonical(raw, manifest):
         raise InputError(f"{path} was changed or damaged since it was written", "copy it again, or convert again")
     if outside := outside_names(manifest):
