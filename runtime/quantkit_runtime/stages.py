@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.archs import Architecture
-from quantkit.errors import InputError
+from quantkit.archs.modeling import decoder_layers
 from quantkit_runtime.parallel import Ranks, Team
 
 
@@ -70,21 +70,12 @@ class _HeadSeat(nn.Module):
         return hidden_states.new_zeros((*hidden_states.shape[:-1], self._vocab))
 
 
-def decoder_layers(model: nn.Module, arch: Architecture) -> nn.ModuleList:
-    """transformers' list of decoder layers."""
-    for name, module in model.named_modules():
-        first = arch.parse(f"{name}.0.input_layernorm.weight") if isinstance(module, nn.ModuleList) else None
-        if isinstance(module, nn.ModuleList) and first is not None and first.layer == 0:
-            return module
-    raise InputError(f"{type(model).__name__} has no list of decoder layers", "convert with --pp 1")
-
-
 def vacate(model: Any, arch: Architecture, ranks: Ranks) -> None:
     """Take what other stages hold out of a skeleton."""
     mesh, stage = ranks.mesh, ranks.at.pp
     if mesh.pp == 1:
         return
-    layers = decoder_layers(model, arch)
+    _, layers = decoder_layers(arch, model)
     mine = mesh.stage_layers(len(layers))[stage]
     for index in range(len(layers)):
         if index not in mine:
@@ -102,7 +93,7 @@ def connect(model: Any, arch: Architecture, ranks: Ranks) -> None:
     mesh, stage, team = ranks.mesh, ranks.at.pp, ranks.pp
     if mesh.pp == 1:
         return
-    layers = decoder_layers(model, arch)
+    _, layers = decoder_layers(arch, model)
     mine = mesh.stage_layers(len(layers))[stage]
     if stage > 0:
         layers[mine[0]].register_forward_pre_hook(_receive(team, arch.carried_state), with_kwargs=True)
