@@ -285,8 +285,7 @@ def _what_if(model: Model, best: Proposal | None, work: Workload, card: int) -> 
 def _commands(source: Source, request: Request, mesh: Mesh) -> tuple[str, ...]:
     given = request.recipe_given or request.recipe.name
     recipe = "" if given == "w8a8" else f" --recipe {quoted(given)}"
-    sizes = {"tp": mesh.tp, "pp": mesh.pp, "ep": mesh.ep, "dp": mesh.dp}
-    options = "".join(f" --{name} {size}" for name, size in sizes.items() if size > 1)
+    options = "".join(f" --{name} {size}" for name, size in mesh.sizes.items() if size > 1)
     return (
         f"quantkit convert {quoted(source.place)} -o OUT{recipe} --format sharded{options}",
         f"quantkit convert {quoted(source.place)} -o OUT{recipe}",

@@ -68,6 +68,11 @@ class Mesh(BaseModel):
         return self.tp * self.pp * self.dp
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes by the names that options and reports give them."""
+        return {"tp": self.tp, "pp": self.pp, "ep": self.ep, "dp": self.dp}
+
+    @property
     def moe_tp(self) -> int:
         """Ranks that split one expert between them; meaningful when ep divides tp * dp."""
         return self.tp * self.dp // self.ep

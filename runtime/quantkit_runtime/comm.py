@@ -170,7 +170,7 @@ def as_json(mesh: Mesh, device: Device, rows: list[Row], warnings: list[str]) ->
     """The machine-readable report."""
     return {
         "passed": all(row.correct for row in rows),
-        "mesh": {"tp": mesh.tp, "pp": mesh.pp, "ep": mesh.ep, "dp": mesh.dp},
+        "mesh": mesh.sizes,
         "device": device.line,
         "backend": torch.distributed.get_backend(),
         "collectives": [asdict(row) for row in rows],

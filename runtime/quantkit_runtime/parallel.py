@@ -185,7 +185,7 @@ def join(mesh: Mesh, what: str, *, on_card: bool = False) -> Ranks:
         UsageError: another number of processes runs than the mesh has ranks.
     """
     if mesh.world != world_size():
-        sizes = f"tp={mesh.tp} pp={mesh.pp} ep={mesh.ep} dp={mesh.dp}"
+        sizes = " ".join(f"{name}={size}" for name, size in mesh.sizes.items())
         raise UsageError(
             f"{what} made for {sizes}, a mesh of {mesh.world} rank(s); {world_size()} process(es) run",
             f"start one process for each rank: torchrun --nproc-per-node {mesh.world} ... (over several nodes: "

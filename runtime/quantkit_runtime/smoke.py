@@ -193,7 +193,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "passed": result.passed,
         "form": loaded.files.form,
         "architecture": loaded.files.arch.name,
-        "mesh": {name: getattr(ranks.mesh, name) for name in ("tp", "pp", "ep", "dp")},
+        "mesh": ranks.mesh.sizes,
         "rank": {"rank": ranks.rank, **ranks.at._asdict(), "layers": sorted(layers), "experts": loaded.files.experts},
         "expert_load": loads(loaded.model),
         "device": {
