@@ -10,6 +10,7 @@ import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -97,12 +98,16 @@ def _card(family: str) -> Device:
     device = torch.device("cuda", own % torch.cuda.device_count())
     torch.cuda.set_device(device)
     properties = torch.cuda.get_device_properties(device)
-    if family == "hip":
+    version = f"HIP {torch.version.hip}" if family == "hip" else f"CUDA {torch.version.cuda}"
+    return Device(device, family, properties.name, card_arch(properties), f"torch {torch.__version__}, {version}")
+
+
+def card_arch(properties: Any) -> str:
+    """Architecture of a card, from torch's properties of it: `gfx928` or `sm_90`."""
+    if torch.version.hip:
         # "gfx928:sramecc+:xnack-": the features after the colon do not select kernels
-        arch, version = properties.gcnArchName.split(":")[0], f"HIP {torch.version.hip}"
-    else:
-        arch, version = f"sm_{properties.major}{properties.minor}", f"CUDA {torch.version.cuda}"
-    return Device(device, family, properties.name, arch, f"torch {torch.__version__}, {version}")
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
 
 
 def compute_dtype(choice: str, device: Device) -> torch.dtype:

@@ -20,6 +20,7 @@ import torch
 from quantkit import __version__
 from quantkit.errors import QuantkitError, first_line
 from quantkit.spec.manifest import manifest_path, read_manifest
+from quantkit_runtime.device import card_arch
 
 VENDORS = {"0x1002": "AMD", "0x1d94": "Hygon", "0x10de": "NVIDIA"}
 _DISPLAY, _ACCELERATOR = "0x03", "0x12"  # PCI base classes; processing accelerators are 0x12, and 0x0b40 on Hygon
@@ -137,9 +138,8 @@ def _cards(cards: list[tuple[str, str, str]], env: Mapping[str, str]) -> Iterato
         yield _problem("cards", f"{len(cards)} on the PCI bus, torch sees none", remedy)
     for index in range(count):
         card = torch.cuda.get_device_properties(index)
-        arch = card.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{card.major}{card.minor}"
         free, total = torch.cuda.mem_get_info(index)
-        where = f"{getattr(card, 'pci_domain_id', 0):04x}:{getattr(card, 'pci_bus_id', 0):02x}"
+        arch, where = card_arch(card), f"{getattr(card, 'pci_domain_id', 0):04x}:{getattr(card, 'pci_bus_id', 0):02x}"
         line = f"card {index}: {card.name}, {arch}, PCI {where}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         yield Finding("cards", line)
         if free < 0.5 * total:
@@ -204,14 +204,11 @@ def _manifest(folder: Path) -> Iterator[Finding]:
     if manifest.tool_version != __version__:
         yield Finding("manifest", f"written by quantkit {manifest.tool_version}", "use that version if loading fails")
     targets = {record.target for record in manifest.tensors if record.target}
-    cards = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    archs = {torch.cuda.get_device_properties(index).gcnArchName.split(":")[0] for index in cards if torch.version.hip}
-    if targets - archs:
+    if targets:  # of whatever card: the loader takes plain weights only
         yield _problem(
-            "manifest", f"weights are packed for {', '.join(sorted(targets - archs))}", "convert with --layout plain"
+            "manifest", f"weights are packed for {', '.join(sorted(targets))}", "convert with --layout plain"
         )
-    if len(cards) < manifest.mesh.world and cards:
-        yield Finding(
-            "manifest", f"made for {manifest.mesh.world} ranks, {len(cards)} cards here", "start it on more nodes"
-        )
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if 0 < cards < manifest.mesh.world:
+        yield Finding("manifest", f"made for {manifest.mesh.world} ranks, {cards} cards here", "start it on more nodes")
     yield Finding("manifest", f"{manifest.form}, {len(manifest.files)} files, quantkit {manifest.tool_version}")
