@@ -9,7 +9,7 @@ import click
 
 from quantkit.console import console, json_option, print_json
 from quantkit.errors import UsageError, VerificationError
-from quantkit_runtime.commands.common import print_table
+from quantkit_runtime.commands.common import device_option, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.option("--pp", type=click.IntRange(1), default=1)
 @click.option("--ep", type=click.IntRange(1), default=1)
 @click.option("--dp", type=click.IntRange(1), default=1)
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or hip.")
+@device_option
 @click.option(
     "--mib", type=click.IntRange(1), default=64, show_default=True, help="Message on each rank, for bandwidth."
 )

@@ -20,9 +20,15 @@ OPS = ("w8a8_gemm", "grouped_gemm", "quantize", "paged_decode", "rope_write")
 """Operations whose kernels a report names."""
 
 _SHOWN: dict[str, Any] = {"show_default": True}
+device_option = click.option("--device", default="auto", **_SHOWN, help="auto, cpu, cuda or hip.")
+dtype_option = click.option(
+    "--dtype", default="auto", **_SHOWN, help="Of all that is not INT8: auto, float32 or bfloat16."
+)
+no_verify_option = click.option("--no-verify", is_flag=True, help="Do not check checksums while reading.")
+
 _OPTIONS = (
-    click.option("--device", default="auto", **_SHOWN, help="auto, cpu, cuda or hip."),
-    click.option("--dtype", default="auto", **_SHOWN, help="Of all that is not INT8: auto, float32 or bfloat16."),
+    device_option,
+    dtype_option,
     click.option("--kv-keys", default="int8", **_SHOWN, help="Keys in the KV cache: int8, bf16, float32 or auto."),
     click.option("--kv-values", default="auto", **_SHOWN, help="Values in the KV cache; auto is the compute dtype."),
     click.option("--kv-block", type=click.IntRange(1), default=16, **_SHOWN, help="Positions in a KV block."),
@@ -34,7 +40,7 @@ _OPTIONS = (
         help="Fusions: all, none, or of qkv, gate_up, act_quant, norm_quant, by commas.",
     ),
     click.option("--no-graphs", is_flag=True, help="Do not record decode steps as graphs."),
-    click.option("--no-verify", is_flag=True, help="Do not check checksums while reading."),
+    no_verify_option,
 )
 
 
@@ -111,10 +117,10 @@ def print_session(out: Console, loaded: LoadedModel, engine: Engine, table: Memo
 
     runner = engine.runner
     graphs = f"graphs of {len(runner.graphs)} batch sizes" if runner.graphs else f"eager ({runner.eager_because})"
-    out.print(f"device: {loaded.device.line}; computes in {str(loaded.dtype).removeprefix('torch.')}")
+    print_device(out, loaded)
     out.print(f"KV cache: {runner.kind}; decode steps: {graphs}", markup=False)
-    for line in [f"fusion {row.line}" for row in outcomes(loaded.model)]:
-        out.print(line, markup=False)
+    for row in outcomes(loaded.model):
+        out.print(f"fusion {row.line}", markup=False)
     for line in registry.skipped(loaded.device.family):
         out.print(f"kernel passed over: {line}", markup=False)
     print_table(out, "Memory", ["what", "size"], [[name, human_size(size)] for name, size in table.rows()])
@@ -123,7 +129,11 @@ def print_session(out: Console, loaded: LoadedModel, engine: Engine, table: Memo
         print_table(out, "What the memory has room for", ["sequences", "positions of each"], rows)
 
 
-def print_table(out: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_device(out: Console, loaded: LoadedModel) -> None:
+    out.print(f"device: {loaded.device.line}; computes in {str(loaded.dtype).removeprefix('torch.')}")
+
+
+def print_table(out: Console, title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.table import Table
 
     table = Table(*columns, title=title, title_justify="left")

@@ -9,6 +9,7 @@ import click
 
 from quantkit.console import console, json_option, print_json
 from quantkit.errors import VerificationError
+from quantkit_runtime.commands.common import device_option, dtype_option, no_verify_option, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,9 +24,9 @@ _FOLDER = click.Path(path_type=Path)
 @click.argument("candidate", type=_FOLDER)
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML report to this file.")
 @click.option("--limits", type=click.Path(path_type=Path), help="YAML that replaces single limits.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or hip.")
-@click.option("--dtype", default="auto", show_default=True, help="Of all that is not INT8: auto, float32 or bfloat16.")
-@click.option("--no-verify", is_flag=True, help="Do not check checksums while reading.")
+@device_option
+@dtype_option
+@no_verify_option
 @json_option
 def command(
     baseline: Path,
@@ -70,16 +71,19 @@ def command(
 
 
 def _print(out: Console, result: Comparison) -> None:
-    from rich.table import Table
-
-    checks = Table("limit", "value", "allowed", "", "where", title="Limits", title_justify="left")
-    for check in result.checks:
-        value = "-" if check.value is None else f"{check.value:.4g}"
-        checks.add_row(check.name, value, f"{check.limit:g}", "ok" if check.passed else "FAILED", check.where)
-    out.print(checks)
-    kinds = Table("text", "tokens", "KL mean", "KL p99", "cosine", "top-1", "perplexity", "ratio", title_justify="left")
-    for row in result.kinds:
-        kinds.add_row(
+    checks = [
+        [
+            check.name,
+            "-" if check.value is None else f"{check.value:.4g}",
+            f"{check.limit:g}",
+            "ok" if check.passed else "FAILED",
+            check.where,
+        ]
+        for check in result.checks
+    ]
+    print_table(out, "Limits", ["limit", "value", "allowed", "", "where"], checks)
+    kinds = [
+        [
             row.kind or "all",
             str(row.tokens),
             f"{row.kl_mean:.4f}",
@@ -88,8 +92,11 @@ def _print(out: Console, result: Comparison) -> None:
             f"{row.top1_agreement:.1%}",
             f"{row.source_perplexity:.3f}",
             f"{row.perplexity_ratio:.4f}",
-        )
-    out.print(kinds)
+        ]
+        for row in result.kinds
+    ]
+    columns = ["text", "tokens", "KL mean", "KL p99", "cosine", "top-1", "perplexity", "ratio"]
+    print_table(out, None, columns, kinds)
     for greedy in result.greedy:
         first = greedy.first
         end = (

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.console import console, json_option, print_json
-from quantkit_runtime.commands.common import human_size, print_table
+from quantkit_runtime.commands.common import (
+    device_option,
+    dtype_option,
+    human_size,
+    no_verify_option,
+    print_device,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,11 +27,11 @@ if TYPE_CHECKING:
 
 @click.command("smoke-load")
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or hip.")
+@device_option
 @click.option("--prompt", default="The", show_default=True, help="Text to continue.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens to generate.")
-@click.option("--dtype", default="auto", show_default=True, help="Of all that is not INT8: auto, float32 or bfloat16.")
-@click.option("--no-verify", is_flag=True, help="Do not check checksums while reading.")
+@dtype_option
+@no_verify_option
 @json_option
 def command(
     folder: Path, device: str, prompt: str, max_new_tokens: int, dtype: str, no_verify: bool, as_json: bool
@@ -63,7 +70,7 @@ def _print_plan(out: Console, plan: MemoryPlan) -> None:
 
 def _print_loaded(out: Console, loaded: LoadedModel) -> None:
     files, checked = loaded.files, loaded.checked
-    out.print(f"device: {loaded.device.line}; computes in {str(loaded.dtype).removeprefix('torch.')}")
+    print_device(out, loaded)
     out.print(f"loaded: {files.root} ({files.form}, architecture record {files.arch.name})")
     if checked.names:
         read = f"{len(checked.names)} tensors in {len(checked.files)} files"
