@@ -158,7 +158,7 @@ class GemmTrace(TorchDispatchMode):
     """
 
     def __init__(self, account: Account, model: nn.Module, names: Mapping[str, tuple[str, ...]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's, which mypy does not see behind super()
         self._account = account
         # a transposed or sliced operand is a view: it has the storage of its parameter
         self._by_storage = {
@@ -169,12 +169,12 @@ class GemmTrace(TorchDispatchMode):
 
     def __enter__(self) -> GemmTrace:
         self._account.tracing = True
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's, which mypy does not see behind super()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._account.tracing = False
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's, which mypy does not see behind super()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._account.inside_int8:

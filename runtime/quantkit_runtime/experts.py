@@ -202,7 +202,7 @@ def _weighted(result_SH: Tensor, weight_Tk: Tensor) -> Tensor:
     return (result_SH.view(*weight_Tk.shape, result_SH.shape[-1]) * weight_Tk.unsqueeze(-1)).sum(dim=1)
 
 
-def spread(module: nn.Module, placement: Placement, device: torch.device) -> None:
+def spread(module: Any, placement: Placement, device: torch.device) -> None:
     """Let an experts module compute what `placement` gives to this rank.
 
     Raises:
@@ -215,7 +215,7 @@ def spread(module: nn.Module, placement: Placement, device: torch.device) -> Non
             f"{type(module).__name__} normalizes the output of each expert, which ranks that split it do not have",
             "convert with --ep equal to tp * dp, so that experts stay whole",
         )
-    module.placement = placement.to(device)  # type: ignore[assignment]
+    module.placement = placement.to(device)
 
 
 def loads(model: nn.Module) -> dict[str, list[int]]:

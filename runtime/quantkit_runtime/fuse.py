@@ -58,7 +58,7 @@ def apply(model: nn.Module, names: Iterable[str] | None = None) -> list[Outcome]
         raise UsageError(f"unknown fusion {', '.join(unknown)}", choices=list(PASSES))
     with torch.no_grad():
         done = [_outcome(name, PASSES[name](model)) for name in PASSES if name in chosen]
-    model.fusions = done  # type: ignore[assignment]
+    model.__dict__["fusions"] = done  # no part of the model: its state and its modules stay those of transformers
     return done
 
 
@@ -280,8 +280,8 @@ def _fuse_norm(norm: Any, reader: Int8Linear) -> str:
     want, reason = norm(x), ""
     for unit_offset in (False, True):
         fused = _FusedNorm(norm, unit_offset, reader.group_size, reader.family)
-        got = fused(x)
-        q, scale, _ = got.int8  # type: ignore[attr-defined]
+        got: Any = fused(x)
+        q, scale, _ = got.int8
         reason = _difference([got, _dequantized(q, scale)], [want, _dequantized(*reader.quantize(want))])
         if not reason:
             norm.forward = fused

@@ -66,7 +66,7 @@ class _Allocations(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's, which mypy does not see behind super()
         self.now: int = 0
         self.peak: int = 0
         self._held: dict[int, Any] = {}
@@ -165,7 +165,7 @@ def transformers_kv_bytes(probe: Any, dims: Dims, tokens: int, dtype: torch.dtyp
     try:
         with torch.no_grad():
             probe(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:  # no `meta` form: NotImplementedError is one of them
         heads = dims.heads if dims.is_mla else dims.kv_heads
         return dims.layers * tokens * heads * (dims.head_dim + dims.v_head_dim) * dtype.itemsize
     return cache_bytes(cache)

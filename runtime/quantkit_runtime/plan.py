@@ -175,7 +175,7 @@ class Planner:
                 f"{name}: {error.message}"
             )
             return None
-        except (RuntimeError, IndexError):
+        except (RuntimeError, IndexError):  # torch: shapes that do not go together
             self._problems.shapes.append(f"{name}: {_odd_ones(files, leaves)}")
             return None
         finally:

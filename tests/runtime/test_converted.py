@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.convert.run import convert
+from quantkit.convert.run import Form, convert
 from quantkit.errors import UsageError
 from quantkit.outdir import WORK_NAME
 from quantkit.recipe import load_recipe
@@ -31,6 +31,7 @@ from tests.runtime.conftest import TINY
 
 Load = Callable[..., LoadedModel]
 Convert = Callable[..., Path]
+FORMS: tuple[Form, ...] = ("checkpoint", "sharded")
 FLOAT = KvFormat(torch.float32, torch.float32)
 
 
@@ -39,9 +40,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Convert:
     """(model, form, recipe) -> folder; do not change it."""
 
     @cache
-    def make(model: str, form: str, recipe: str = "w8a8") -> Path:
+    def make(model: str, form: Form, recipe: str = "w8a8") -> Path:
         out = tmp_path_factory.mktemp("converted") / "out"
-        convert(outputs.MODELS / model, out, load_recipe(recipe), form=form, jobs=1)  # type: ignore[arg-type]
+        convert(outputs.MODELS / model, out, load_recipe(recipe), form=form, jobs=1)
         return out
 
     return make
@@ -51,7 +52,7 @@ def state(loaded: LoadedModel) -> dict[str, torch.Tensor]:
     return dict(loaded.model.state_dict())
 
 
-@pytest.mark.parametrize("form", ["checkpoint", "sharded"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("model", TINY)
 def test_int8_weights_and_scales_are_equal(
     written: Convert, converted: Callable[..., Path], load: Load, model: str, form: str
@@ -62,7 +63,7 @@ def test_int8_weights_and_scales_are_equal(
         assert torch.equal(got[name], value), name
 
 
-@pytest.mark.parametrize("form", ["checkpoint", "sharded"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("model", TINY)
 def test_the_bf16_recipe_gives_transformers_logits_bit_for_bit(
     written: Convert, load: Load, model: str, form: str
@@ -113,8 +114,8 @@ def test_every_family_runs_in_int8(tmp_path: Path, load: Load, family: str) -> N
     reference = fake_quantized(known_to_transformers(source, family), quantized=quantized_by_role(source))
     ids = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(7))
     logits, expected = [], []
-    for form in ("checkpoint", "sharded"):
-        convert(source, tmp_path / form, load_recipe("w8a8"), form=form, jobs=1)  # type: ignore[arg-type]
+    for form in FORMS:
+        convert(source, tmp_path / form, load_recipe("w8a8"), form=form, jobs=1)
         loaded = load(tmp_path / form, cache_tokens=ids.shape[1])
         with torch.no_grad(), loaded.trace():
             logits.append(loaded.model(input_ids=ids).logits)
@@ -135,8 +136,8 @@ def test_every_family_runs_in_int8(tmp_path: Path, load: Load, family: str) -> N
 
 def test_tied_ends_share_one_table(tmp_path: Path, load: Load) -> None:
     source = make_tiny("gemma2", tmp_path / "source")
-    for form in ("checkpoint", "sharded"):
-        convert(source, tmp_path / form, load_recipe("w8a8"), form=form, jobs=1)  # type: ignore[arg-type]
+    for form in FORMS:
+        convert(source, tmp_path / form, load_recipe("w8a8"), form=form, jobs=1)
         model: Any = load(tmp_path / form).model
         assert model.lm_head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
         assert not isinstance(model.lm_head, Int8Linear)
@@ -148,11 +149,11 @@ def test_shards_of_two_ranks_are_refused(tmp_path: Path, load: Load) -> None:
         load(tmp_path / "out")
 
 
-@pytest.mark.parametrize("form", ["checkpoint", "sharded"])
-def test_an_unfinished_conversion_is_refused(tmp_path: Path, load: Load, form: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_an_unfinished_conversion_is_refused(tmp_path: Path, load: Load, form: Form) -> None:
     assert loader.WORK_FOLDER == WORK_NAME
     out = tmp_path / "out"
-    convert(outputs.MODELS / TINY[0], out, load_recipe("w8a8"), form=form, jobs=1)  # type: ignore[arg-type]
+    convert(outputs.MODELS / TINY[0], out, load_recipe("w8a8"), form=form, jobs=1)
     for name in ("manifest.json", "quantkit_manifest.json"):
         (out / name).unlink(missing_ok=True)
     with pytest.raises(BrokenShard, match="unfinished conversion"):

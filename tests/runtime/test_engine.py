@@ -131,14 +131,17 @@ class Replayed:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])
-def test_decode_from_fixed_rows_is_that_of_fitting_ones(tiny: Callable[[str], Path], load: Load, family: str) -> None:
+def test_decode_from_fixed_rows_is_that_of_fitting_ones(
+    tiny: Callable[[str], Path], load: Load, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of 2 and 4 sequences with tables for the longest context: 3 sequences run in those of 4, padded."""
     loaded, texts = load(tiny(family)), prompts(30, 4, 17)
     want = engine(loaded, 13, batch=3).generate(texts, 9)
     drive = engine(loaded, 13, batch=3)
     assert isinstance(drive.runner, PagedRunner)
     graphs = {size: Replayed(drive.runner, size, 6) for size in (4, 2)}
-    drive.runner.graphs = {size: (graph, graph.rows, graph.logits) for size, graph in graphs.items()}  # type: ignore[misc]
+    recorded = {size: (graph, graph.rows, graph.logits) for size, graph in graphs.items()}
+    monkeypatch.setattr(drive.runner, "graphs", recorded)
     assert drive.generate(texts[:1], 9) == want[:1]
     assert drive.generate(texts, 9) == want
     assert graphs[2].replays == graphs[4].replays == 8

@@ -40,7 +40,7 @@ def families(world: World, tmp_path_factory: pytest.TempPathFactory) -> Prepared
     meshes = {"one": Mesh(), **MESHES}
     refused = world.spread(tasks.prepare, [(name, root / name, meshes) for name in FAMILY_NAMES])
     alone = world.spread(tasks.run_model, [(root / name / "one", tasks.prompt()) for name in FAMILY_NAMES])
-    return {name: (root / name, *row) for name, *row in zip(FAMILY_NAMES, refused, alone, strict=True)}  # type: ignore[misc]
+    return {name: (root / name, why, got) for name, why, got in zip(FAMILY_NAMES, refused, alone, strict=True)}
 
 
 def require_equal(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:

@@ -39,6 +39,12 @@ def stored(tmp_path: Path) -> list[Stored]:
     return found
 
 
+def taken(found: Reader, stored: Stored) -> torch.Tensor:
+    tensor = found.take(stored)
+    assert tensor is not None
+    return tensor
+
+
 @pytest.mark.parametrize("piece", [1, 7, 64, 4000, 1 << 20])
 def test_pieces_of_any_size_give_the_tensors(
     tmp_path: Path, stored: list[Stored], piece: int, monkeypatch: pytest.MonkeyPatch
@@ -46,8 +52,7 @@ def test_pieces_of_any_size_give_the_tensors(
     monkeypatch.setattr(reader, "PIECE", piece)
     with Reader(tmp_path, stored, CPU, verify=True) as found:
         for one in stored:
-            tensor = found.take(one)
-            assert tensor is not None
+            tensor = taken(found, one)
             assert torch.equal(tensor, TENSORS[one.info.name])
             assert tensor.dtype == TENSORS[one.info.name].dtype
         assert found.take(stored[0]) is None  # it was taken
@@ -56,7 +61,7 @@ def test_pieces_of_any_size_give_the_tensors(
 def test_a_tensor_out_of_turn_is_not_given(tmp_path: Path, stored: list[Stored]) -> None:
     with Reader(tmp_path, stored, CPU, verify=True) as found:
         assert found.take(stored[1]) is None
-        assert torch.equal(found.take(stored[0]), TENSORS[stored[0].info.name])  # type: ignore[arg-type]
+        assert torch.equal(taken(found, stored[0]), TENSORS[stored[0].info.name])
 
 
 @pytest.mark.parametrize("piece", [16, 1 << 20])
@@ -74,9 +79,9 @@ def test_a_flipped_bit_is_found_where_it_lies(
                 with pytest.raises(BrokenShard, match="checksum of tensor z"):
                     found.take(one)
             else:
-                assert torch.equal(found.take(one), TENSORS[one.info.name])  # type: ignore[arg-type]
+                assert torch.equal(taken(found, one), TENSORS[one.info.name])
     with Reader(tmp_path, [broken], CPU, verify=False) as found:
-        assert not torch.equal(found.take(broken), TENSORS["z"])  # type: ignore[arg-type]
+        assert not torch.equal(taken(found, broken), TENSORS["z"])
 
 
 def test_a_file_that_ends_early_or_is_missing(tmp_path: Path, stored: list[Stored]) -> None:

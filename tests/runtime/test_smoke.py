@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -180,8 +181,8 @@ def replace_linear(loaded: LoadedModel, name: str) -> None:
 def test_a_linear_layer_in_floating_point_fails_the_run(converted: Converted, monkeypatch: pytest.MonkeyPatch) -> None:
     real = graft.load_model
 
-    def sabotaged(*args: object, **kwargs: object) -> LoadedModel:
-        loaded = real(*args, **kwargs)  # type: ignore[arg-type]
+    def sabotaged(*args: Any, **kwargs: Any) -> LoadedModel:
+        loaded = real(*args, **kwargs)
         replace_linear(loaded, "model.layers.2.self_attn.o_proj")
         return loaded
 

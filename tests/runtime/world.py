@@ -67,9 +67,9 @@ class World:
             waiting = {self._members[member][0]: member for member in members if member not in found}
             ready = wait(list(waiting), TIMEOUT)
             failure = "" if ready else f"processes {sorted(waiting.values())} did not answer"
-            for connection in ready:
-                ok, value = connection.recv()  # type: ignore[union-attr]
-                found[waiting[connection]] = value  # type: ignore[index]
+            for connection in [one for one in waiting if one in ready]:
+                ok, value = connection.recv()
+                found[waiting[connection]] = value
                 failure = failure if ok else value
         if failure:
             for member in members:
