@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from quantkit.checkpoint.reader import Source
 from quantkit.convert.transforms import made_by
 from quantkit.errors import UsageError
 from quantkit.recipe import Recipe, Rule, validated
-from quantkit.spec.calibration import read_summary
+from quantkit.spec.calibration import Artifact
 from quantkit.spec.decisions import Decision
 
 
-def with_decisions(recipe: Recipe, source: Source, form: str, calibration: Path | None) -> Recipe:
+def with_decisions(recipe: Recipe, source: Source, form: str, calibration: Artifact | None) -> Recipe:
     """The recipe with a rule for every exception of a form; the recipe itself when it leaves nothing to decide.
 
     A source that was made with the same recipe has the exceptions that were decided then.
 
     Args:
         form: "checkpoint" or "sharded".
-        calibration: the artifact.
 
     Raises:
         UsageError: there is no calibration, or it decided nothing for this form.
@@ -27,13 +24,19 @@ def with_decisions(recipe: Recipe, source: Source, form: str, calibration: Path 
     if not recipe.decides:
         return recipe
     if calibration is None:
-        return _as_made(recipe, source) or _refuse(recipe)
-    decisions = read_summary(calibration).decisions
+        made = _as_made(recipe, source)
+        if made is None:
+            raise UsageError(
+                f"the recipe {recipe.name} leaves exceptions to a calibration",
+                "run `quantkit calibrate` with this recipe, and pass its folder with --calibration",
+            )
+        return made
+    decisions = calibration.summary.decisions
     forms = decisions.forms if decisions else {}
     found = forms.get(form) or forms.get("checkpoint")  # what engines can load, shards can hold
     if found is None:
         raise UsageError(
-            f"{calibration} has no decisions for the {form} form: no engine loads activations per group from a "
+            f"{calibration.folder} has no decisions for the {form} form: no engine loads activations per group from a "
             "checkpoint",
             "use --format sharded, or give the recipe auto_keep and calibrate again",
         )
@@ -59,10 +62,3 @@ def _as_made(recipe: Recipe, source: Source) -> Recipe | None:
     resolved = validated(made.recipe, str(source.root))
     same = resolved.model_copy(update={"rules": resolved.rules[: len(recipe.rules)]})
     return resolved if same.model_dump() == recipe.model_dump() else None
-
-
-def _refuse(recipe: Recipe) -> Recipe:
-    raise UsageError(
-        f"the recipe {recipe.name} leaves exceptions to a calibration",
-        "run `quantkit calibrate` with this recipe, and pass its folder with --calibration",
-    )

@@ -8,19 +8,18 @@ int8_per_token_head`, our runtime as `--kv-keys int8`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from quantkit.archs import Key
 from quantkit.checkpoint.reader import Source
 from quantkit.convert.units import How, PlannedTensor
 from quantkit.errors import UsageError
 from quantkit.recipe import Recipe
-from quantkit.spec.calibration import KvSummary, read_summary
+from quantkit.spec.calibration import Artifact, KvSummary
 
 ROLE = "attn.cache_scale"
 
 
-def cache_scales(recipe: Recipe, form: str, calibration: Path | None) -> tuple[KvSummary, ...]:
+def cache_scales(recipe: Recipe, form: str, calibration: Artifact | None) -> tuple[KvSummary, ...]:
     """What the calibration found out about the cache; () where the output has no scales for it.
 
     Raises:
@@ -39,7 +38,7 @@ def cache_scales(recipe: Recipe, form: str, calibration: Path | None) -> tuple[K
             f"the recipe {recipe.name} wants static scales of keys and values",
             "run `quantkit calibrate` with this recipe, and pass its folder with --calibration",
         )
-    return read_summary(calibration).kv_cache
+    return calibration.summary.kv_cache
 
 
 def scale_tensors(source: Source, rows: Sequence[KvSummary]) -> list[tuple[PlannedTensor, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from quantkit.errors import QuantkitError, UsageError
 from quantkit.garbage import collection_paused
 from quantkit.outdir import OutputFolder, check_place, exclusive, options_digest, prepare_output
 from quantkit.recipe import Recipe
-from quantkit.spec.calibration import SUMMARY_NAME, check_files, read_summary
+from quantkit.spec.calibration import Artifact, KvSummary
 from quantkit.spec.layout import layout_named
 from quantkit.spec.manifest import (
     CHECKPOINT_NAME,
@@ -82,8 +81,8 @@ def prepare(
     spec = SourceSpec(root, ignore_index, recipe, calibration)
     source = spec.open()
     source_digest = source.digest()
-    digest = _calibration_digest(calibration, source_digest, recipe) if calibration else ""
-    given, recipe = recipe, with_decisions(recipe, source, form, calibration)
+    given = recipe
+    digest, recipe, kv_cache = _calibrated(calibration, source, source_digest, recipe, form)
     scales = Calibrated(calibration, source) if calibration else None
     planned = plan(
         source,
@@ -93,7 +92,7 @@ def prepare(
         max_shard_bytes=max_shard_bytes,
         scales=scales,
         layout=layout,
-        kv_cache=cache_scales(recipe, form, calibration),
+        kv_cache=kv_cache,
     )
     options = {
         "calibration": digest,
@@ -204,9 +203,19 @@ def default_jobs() -> int:
     return min(available_cores(), 8)
 
 
-def _calibration_digest(folder: Path, source_digest: str, recipe: Recipe) -> str:
-    """sha256 of an artifact's summary, after checking that it belongs to this source and recipe and is intact."""
-    summary = read_summary(folder)
+def _calibrated(
+    folder: Path | None, source: Source, source_digest: str, recipe: Recipe, form: Form
+) -> tuple[str, Recipe, tuple[KvSummary, ...]]:
+    """(digest of the artifact, "" without one; the recipe with what it decided; scales of the cache)."""
+    artifact = None if folder is None else _artifact(folder, source_digest, recipe)
+    decided = with_decisions(recipe, source, form, artifact)
+    return artifact.digest() if artifact else "", decided, cache_scales(decided, form, artifact)
+
+
+def _artifact(folder: Path, source_digest: str, recipe: Recipe) -> Artifact:
+    """An artifact, after checking that it belongs to this source and recipe and is intact."""
+    artifact = Artifact.read(folder)
+    summary = artifact.summary
     if summary.source_digest != source_digest:
         raise UsageError(
             f"{folder} was calibrated on another source (digest {summary.source_digest[:16]}, "
@@ -220,8 +229,8 @@ def _calibration_digest(folder: Path, source_digest: str, recipe: Recipe) -> str
             "use the recipe of the calibration, or calibrate again",
             items=[f"{key}: {there.get(key)} there, {now[key]} now" for key in differing],
         )
-    check_files(folder, summary)
-    return hashlib.sha256((folder / SUMMARY_NAME).read_bytes()).hexdigest()  # it holds the checksums of the rest
+    artifact.check_files()
+    return artifact
 
 
 def _decisions(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from quantkit.convert.sample import Sample
 from quantkit.convert.shard_source import open_source
 from quantkit.convert.transforms import open_transformed, steps_of
 from quantkit.recipe import Recipe
-from quantkit.spec.calibration import SUMMARY_NAME, check_files, file_sha256, read_summary
+from quantkit.spec.calibration import Artifact
 from quantkit.spec.manifest import Manifest, OutputFile
 
 SOURCE_CHECK = "source is the one that was converted"
@@ -68,10 +68,14 @@ def _words(manifest: Manifest | None) -> str:
 
 def _calibration(calibration: Path, manifest: Manifest | None) -> tuple[int, list[str], str]:
     """The artifact is intact, and its summary is the one that the manifest names."""
-    summary = read_summary(calibration)
-    check_files(calibration, summary)
-    same = manifest is not None and manifest.calibration_digest == file_sha256(calibration / SUMMARY_NAME)
-    return len(summary.files), [] if same else [f"{calibration}: another calibration than that of the conversion"], ""
+    artifact = Artifact.read(calibration)
+    artifact.check_files()
+    same = manifest is not None and manifest.calibration_digest == artifact.digest()
+    return (
+        len(artifact.summary.files),
+        [] if same else [f"{calibration}: another calibration than that of the conversion"],
+        "",
+    )
 
 
 def _transformed(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from quantkit.convert.decided import with_decisions
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.ladder.rungs import Rung
 from quantkit.recipe import Recipe, load_recipe, validated
-from quantkit.spec.calibration import SUMMARY_NAME, check_files, read_summary
+from quantkit.spec.calibration import Artifact
 
 
 @dataclass(frozen=True)
@@ -72,11 +71,10 @@ def _plain(rung: Rung, source: Source) -> Arithmetic:
 
 
 def _calibrated(rung: Rung, source: Source) -> Arithmetic:
-    folder = Path(rung.calibration)
-    summary = read_summary(folder)
-    if summary.source_digest != source.digest():
-        raise UsageError(f"{folder} was calibrated on another source")
-    check_files(folder, summary)
-    recipe = validated(summary.recipe, str(folder))
-    digest = hashlib.sha256((folder / SUMMARY_NAME).read_bytes()).hexdigest()
-    return Arithmetic(recipe, with_decisions(recipe, source, rung.form, folder), folder, digest)
+    artifact = Artifact.read(Path(rung.calibration))
+    if artifact.summary.source_digest != source.digest():
+        raise UsageError(f"{artifact.folder} was calibrated on another source")
+    artifact.check_files()
+    recipe = validated(artifact.summary.recipe, str(artifact.folder))
+    resolved = with_decisions(recipe, source, rung.form, artifact)
+    return Arithmetic(recipe, resolved, artifact.folder, artifact.digest())

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -197,6 +198,36 @@ def read_summary(folder: Path) -> CalibrationSummary:
         raise InputError(f"{path} is not a calibration summary", "calibrate again", items=problems_of(error)) from error
 
 
+class Artifact(NamedTuple):
+    """A calibration's folder, and what its summary says: half a million rows for a large model, so it is read once."""
+
+    folder: Path
+    summary: CalibrationSummary
+
+    @classmethod
+    def read(cls, folder: Path) -> Artifact:
+        return cls(folder, read_summary(folder))
+
+    def digest(self) -> str:
+        """sha256 of the summary, hex; it holds the checksums of the rest."""
+        return file_sha256(self.folder / SUMMARY_NAME)
+
+    def check_files(self) -> None:
+        """Hold the tensor files against the checksums of the summary.
+
+        Raises:
+            InputError: files are missing or changed; all of them are named.
+        """
+        names = sorted({SCALES_NAME, *self.summary.files})
+        wrong = [name for name in names if file_sha256(self.folder / name) != self.summary.files.get(name)]
+        if wrong:
+            raise InputError(
+                f"{self.folder}: files differ from what `quantkit calibrate` wrote",
+                "copy the calibration again, or calibrate again",
+                items=wrong,
+            )
+
+
 def file_sha256(path: Path) -> str:
     """sha256 of a file of an artifact, hex.
 
@@ -208,19 +239,3 @@ def file_sha256(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}", "copy the calibration again") from error
-
-
-def check_files(folder: Path, summary: CalibrationSummary) -> None:
-    """Hold the tensor files of an artifact against the checksums of its summary.
-
-    Raises:
-        InputError: files are missing or changed; all of them are named.
-    """
-    names = sorted({SCALES_NAME, *summary.files})
-    wrong = [name for name in names if file_sha256(folder / name) != summary.files.get(name)]
-    if wrong:
-        raise InputError(
-            f"{folder}: files differ from what `quantkit calibrate` wrote",
-            "copy the calibration again, or calibrate again",
-            items=wrong,
-        )
