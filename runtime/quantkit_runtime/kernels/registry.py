@@ -183,15 +183,22 @@ def _missing(row: Row) -> str:
     if row.needs == TRITON and importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if row.needs == COMPILER:
-        from quantkit_runtime import device
-        from quantkit_runtime.kernels import gemv
+        return _not_built(row.family)
+    return ""
 
-        if device.resolve().family != row.family:
-            return f"there is no {row.family} card"
-        try:
-            gemv.load()
-        except QuantkitError as error:
-            return first_line(error)
+
+@cache
+def _not_built(family: str) -> str:
+    """Why there is no streaming GEMV, or nothing; a build that fails is not tried again for every operation."""
+    from quantkit_runtime import device
+    from quantkit_runtime.kernels import gemv
+
+    if device.resolve().family != family:
+        return f"there is no {family} card"
+    try:
+        gemv.load()
+    except QuantkitError as error:
+        return first_line(error)
     return ""
 
 
@@ -201,6 +208,6 @@ def _failed(row: Row, run: Callable[..., Any]) -> str:
 
     if not row.needs or not torch.cuda.is_available():
         return ""
-    from quantkit_runtime.kernels import selftest
+    from quantkit_runtime.kernels import gemv, selftest
 
-    return selftest.failure(row.op, run, most_rows=1 if row.one else 8 if row.few else 0)
+    return selftest.failure(row.op, run, most_rows=1 if row.one else gemv.MOST_TOKENS if row.few else 0)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from quantkit_runtime.kernels import int_mm, reference, registry, selftest
+from quantkit_runtime import device
+from quantkit_runtime.kernels import build, gemv, int_mm, reference, registry, selftest
 
 
 @pytest.fixture(autouse=True)
@@ -70,4 +72,28 @@ def test_a_kernel_that_fails_is_passed_over_and_named(monkeypatch: pytest.Monkey
         assert "w8a8_gemm by triton: off by 3" in registry.skipped("hip")
     finally:
         registry._usable.cache_clear()
+        registry._skipped.clear()
+
+
+def test_a_build_that_fails_is_tried_once_for_all_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def load() -> None:
+        tried.append(1)
+        raise build.BuildError("hipcc failed")
+
+    monkeypatch.setattr(gemv, "load", load)
+    monkeypatch.setattr(device, "resolve", lambda: SimpleNamespace(family="hip"))
+    caches = registry._usable, registry._not_built
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        ops = {row.op for row in registry.ROWS if row.family == "hip" and row.needs == registry.COMPILER}
+        for op in ops:
+            assert "streaming-gemv" not in registry.names(op, "hip")
+        assert sum("streaming-gemv: hipcc failed" in line for line in registry.skipped("hip")) == len(ops) == 3
+        assert len(tried) == 1
+    finally:
+        for cache in caches:
+            cache.cache_clear()
         registry._skipped.clear()
