@@ -11,10 +11,10 @@ import os
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import InputError
+from quantkit_runtime.kernels.tuning import user_folder
 
 SOURCES = Path(__file__).with_name("hip")
 MAIN = SOURCES / "gemv.hip"
@@ -40,16 +40,8 @@ class BuildError(InputError):
     """The source could not be built; the runtime then runs without it and says so."""
 
 
-@dataclass(frozen=True)
-class Compiler:
-    """A compiler for a device family."""
-
-    family: str
-    path: str
-
-
-def find_compiler(family: str) -> Compiler:
-    """From the variable (HIPCC, NVCC, CXX), the PATH, or the vendor's usual places.
+def find_compiler(family: str) -> str:
+    """Path of a device family's compiler, from the variable (HIPCC, NVCC, CXX), the PATH, or the vendor's usual places.
 
     Raises:
         BuildError: there is none.
@@ -60,14 +52,13 @@ def find_compiler(family: str) -> Compiler:
     for candidate in candidates:
         found = shutil.which(candidate) if candidate else None
         if found:
-            return Compiler(family, found)
+            return found
     raise BuildError(f"no {name} was found", f"install it, or name it in the variable {variable}")
 
 
 def cache_folder() -> Path:
     """Where built libraries lie."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "quantkit" / "kernels"
+    return user_folder() / "kernels"
 
 
 def library(family: str, arch: str, cache: Path | None = None) -> Path:
@@ -82,7 +73,7 @@ def library(family: str, arch: str, cache: Path | None = None) -> Path:
         BuildError: no compiler, or it fails.
     """
     compiler = find_compiler(family)
-    command = [compiler.path, *(flag.format(arch=arch) for flag in _FLAGS[family])]
+    command = [compiler, *(flag.format(arch=arch) for flag in _FLAGS[family])]
     digest = hashlib.sha256("\0".join([*command, _version(compiler)]).encode())
     for source in [*sorted(SOURCES.glob("*.h")), MAIN]:
         digest.update(source.read_bytes())
@@ -108,7 +99,7 @@ def assembly(arch: str) -> str:
     flags = ("-x", "hip", "-std=c++17", "-O3", f"--offload-arch={arch}", "-S", "--cuda-device-only")
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "gemv.s"
-        compile_source([find_compiler("hip").path, *flags, str(MAIN), "-o", str(target)])
+        compile_source([find_compiler("hip"), *flags, str(MAIN), "-o", str(target)])
         return target.read_text(encoding="utf-8")
 
 
@@ -130,9 +121,9 @@ def compile_source(command: list[str]) -> None:
         raise BuildError(f"{command[0]} failed: {lines[0]}", f"the command was: {' '.join(command)}")
 
 
-def _version(compiler: Compiler) -> str:
+def _version(compiler: str) -> str:
     try:
-        done = subprocess.run([compiler.path, "--version"], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{compiler.path}: {error}") from error
+        raise BuildError(f"{compiler}: {error}") from error
     return done.stdout

@@ -120,10 +120,15 @@ def _first(rows: tuple[tuple[int, T], ...], size: int) -> T:
     return next((value for bound, value in rows if size <= bound), rows[-1][1])
 
 
+def user_folder() -> Path:
+    """What was made for the cards of this user: tables and built kernels."""
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(home) / "quantkit"
+
+
 def user_file() -> Path:
     """Where `tune` writes and every run looks first."""
-    cache_home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(os.environ.get(VARIABLE) or Path(cache_home) / "quantkit" / "tuning.json")
+    return Path(os.environ.get(VARIABLE) or user_folder() / "tuning.json")
 
 
 @cache
@@ -138,24 +143,26 @@ def table(arch: str) -> Tuning:
     Raises:
         InputError: the user's file is broken.
     """
-    shipped = json.loads(Path(__file__).with_name("tuning.json").read_text(encoding="utf-8"))
-    return from_json(_of_user(arch) or {**shipped[DEFAULT], **shipped.get(arch, {})})
+    return _of_user(arch) or _shipped(arch)
 
 
-def _of_user(arch: str) -> Mapping[str, Any] | None:
+def _shipped(arch: str) -> Tuning:
+    tables = json.loads(Path(__file__).with_name("tuning.json").read_text(encoding="utf-8"))
+    return from_json({**tables[DEFAULT], **tables.get(arch, {})})
+
+
+def _of_user(arch: str) -> Tuning | None:
     path = user_file()
     if not path.is_file():
         return None
     try:
         rows = json.loads(path.read_text(encoding="utf-8")).get(arch)
-        if rows is not None:
-            from_json(rows)
+        return None if rows is None else from_json(rows)
+    # any JSON may stand in the file of a user: other types, missing keys, rows that are too short
     except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise InputError(
             f"{path}: this is no tuning table ({error})", "write it again with quantkit-runtime tune, or remove it"
         ) from error
-    found: Mapping[str, Any] | None = rows
-    return found
 
 
 def from_json(rows: Mapping[str, Any]) -> Tuning:
@@ -192,7 +199,7 @@ def write(path: Path, arch: str, found: Tuning) -> None:
     if path.is_file():
         try:
             tables = dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError) as error:  # unreadable, no JSON, or no object
             raise InputError(f"{path} holds no tuning tables ({error})", "move it away, or give --output") from error
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
