@@ -11,8 +11,8 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import common
@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from quantkit_runtime import device
 from quantkit_runtime.kernels import registry, tune
-from quantkit_runtime.kernels.timing import call_us, capture, copies, replay_us
+from quantkit_runtime.kernels.timing import call_us, capture, copies, median_us
 from quantkit_runtime.kernels.tuning import VARIABLE, as_json, tuning
 
 BF16 = torch.bfloat16
@@ -34,11 +34,7 @@ MOE = {"experts": 128, "per_token": 8, "hidden": 3072, "inner": 1536}
 
 
 def int8(*shape: int) -> Tensor:
-    """Normal values quantized per row of 4 deviations, as weights and activations are: dense bits would cost power."""
-    made = torch.empty(shape, device="cuda", dtype=torch.int8)
-    for part in made.view(-1, shape[-1]).split(1 << 16):
-        part.copy_((torch.randn(part.shape, device="cuda") * 32).round_().clamp_(-127, 127))
-    return made
+    return tune.normal_int8(shape)
 
 
 def scales(*shape: int) -> Tensor:
@@ -52,22 +48,6 @@ def normal(*shape: int) -> Tensor:
 def weights_bf16(n: int, k: int, count: int = 0) -> Tensor:
     shape = (count or copies(2 * n * k, 8), n, k)
     return torch.empty(shape, device="cuda", dtype=BF16).normal_(0, 1 / math.sqrt(k))
-
-
-def bound(run: Callable[..., object], *args: Any, **options: Any) -> Callable[[], object]:
-    return lambda: run(*args, **options)
-
-
-def eager_us(call: Callable[[], object]) -> float:
-    times = []
-    for _ in range(12):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return median(times[2:])
 
 
 class Bench:
@@ -87,11 +67,11 @@ class Bench:
 
     def ceilings(self) -> None:
         source, target = normal(500_000_000), normal(500_000_000)
-        us = eager_us(lambda: target.copy_(source))  # in a graph a copy engine would do it, more slowly
+        us = median_us(lambda: target.copy_(source), 10)  # in a graph a copy engine would do it, more slowly
         self.bandwidth = 2 * source.nbytes / us / 1e6
         self.row("copy of 1 GB", us, TB_per_s=self.bandwidth)
         a, b = normal(8192, 8192), normal(8192, 8192)
-        us = call_us([bound(torch.matmul, a, b)])
+        us = call_us([partial(torch.matmul, a, b)])
         self.bf16_tflops = 2 * 8192**3 / us / 1e6
         self.row("bf16 8192^3", us, TFLOPs=self.bf16_tflops)
 
@@ -104,16 +84,16 @@ class Bench:
             w_scale = scales(n, 1)
             for m in (1, 2, 4, 8, 16, 64, 512, 4096):
                 x, x_bf16 = int8(m, k), normal(m, k)
-                us = {"bf16": call_us([bound(functional.linear, x_bf16, one) for one in w_bf16])}
-                floor = n * k / self.bandwidth / 1e6
+                us = {"bf16": call_us([partial(functional.linear, x_bf16, one) for one in w_bf16])}
+                floor, kernels = n * k / self.bandwidth / 1e6, {}
                 for name, group in (("int8", 0), ("group128", GROUP)):
                     x_scale = scales(m, k // group if group else 1)
                     kernel = self.find("w8a8_gemm", m, k, group)
-                    us[name] = call_us([bound(kernel.run, x, x_scale, one, w_scale, None, BF16) for one in w])
-                    us[f"{name} kernel"] = kernel.name  # type: ignore[assignment]
+                    us[name] = call_us([partial(kernel.run, x, x_scale, one, w_scale, None, BF16) for one in w])
+                    kernels[name] = kernel.name
                 for name in ("int8", "group128"):
                     self.row(
-                        f"gemm {k} -> {n}, M {m}, {name} ({us[f'{name} kernel']})", us[name],
+                        f"gemm {k} -> {n}, M {m}, {name} ({kernels[name]})", us[name],
                         vs_bf16=us["bf16"] / us[name], of_bandwidth=floor / us[name],
                         TOPS=2 * m * n * k / us[name] / 1e6,
                     )  # fmt: skip
@@ -129,13 +109,13 @@ class Bench:
         x = [normal(tokens, HIDDEN) for _ in range(4)]
         gate_up = [normal(tokens, 2 * INNER) for _ in range(2)]
         runs = {
-            "quantize": ([bound(self.find("quantize", tokens).run, one) for one in x], 3 * HIDDEN),
+            "quantize": ([partial(self.find("quantize", tokens).run, one) for one in x], 3 * HIDDEN),
             "residual + RMSNorm + quantize": (
-                [bound(norm, x[i], weight, 1e-5, x[i - 1], keep=False) for i in range(4)],
+                [partial(norm, x[i], weight, 1e-5, x[i - 1], keep=False) for i in range(4)],
                 7 * HIDDEN,
             ),
             "silu x up + quantize": (
-                [bound(self.find("silu_mul_quantize", tokens).run, one) for one in gate_up], 5 * INNER),
+                [partial(self.find("silu_mul_quantize", tokens).run, one) for one in gate_up], 5 * INNER),
         }  # fmt: skip
         for name, (calls, nbytes) in runs.items():
             us = call_us(calls)
@@ -155,7 +135,8 @@ class Bench:
             routes = [torch.rand((tokens, e), device="cuda").topk(per_token) for _ in range(sets)]
             index, weights = [route.indices for route in routes], [route.values.softmax(-1) for route in routes]
             layer = [
-                bound(self.layer, x, i, w, up, up_scale, down, down_scale) for i, w in zip(index, weights, strict=True)
+                partial(self.layer, x, i, w, up, up_scale, down, down_scale)
+                for i, w in zip(index, weights, strict=True)
             ]
             us = call_us(layer)
             slots = tokens * per_token
@@ -190,12 +171,12 @@ class Bench:
         q2, s2 = find("silu_mul_quantize", tokens).run(inner)
         out = grouped(q2, s2, down, down_s, None, alignment, 1, BF16)
         parts = {
-            "quantize": bound(find("quantize", tokens).run, x),
-            "align": bound(find("align", tokens).run, index, e, block),
-            "gate_up": bound(grouped, q, s, up, up_s, None, alignment, per_token, BF16),
-            "silu x up + quantize": bound(find("silu_mul_quantize", tokens).run, inner),
-            "down": bound(grouped, q2, s2, down, down_s, None, alignment, 1, BF16),
-            "combine": bound(find("combine", tokens).run, out, weights, index, e),
+            "quantize": partial(find("quantize", tokens).run, x),
+            "align": partial(find("align", tokens).run, index, e, block),
+            "gate_up": partial(grouped, q, s, up, up_s, None, alignment, per_token, BF16),
+            "silu x up + quantize": partial(find("silu_mul_quantize", tokens).run, inner),
+            "down": partial(grouped, q2, s2, down, down_s, None, alignment, 1, BF16),
+            "combine": partial(find("combine", tokens).run, out, weights, index, e),
         }
         us = {name: self.row(f"  MoE {tokens} tokens: {name}", call_us([run] * 4)) for name, run in parts.items()}
         return 2 * index.numel() * 3 * MOE["hidden"] * MOE["inner"] / (us["gate_up"] + us["down"]) / 1e6
@@ -207,7 +188,7 @@ class Bench:
         for name, keys, values in (("bf16", False, False), ("int8 keys", True, False), ("int8", True, True)):
             args = tune.paged_operands(sequences, context, int8_keys=keys, int8_values=values)
             run = self.find("paged_decode", sequences).run
-            us[name] = call_us([bound(run, *args, DIM**-0.5)])
+            us[name] = call_us([partial(run, *args, DIM**-0.5)])
             nbytes = sum(part.nbytes for part in args[1:5] if part is not None)
             fraction = nbytes / us[name] / 1e6 / self.bandwidth
             self.row(f"paged decode, {sequences} x {context}, {name}", us[name], of_bandwidth=fraction,
@@ -218,7 +199,10 @@ class Bench:
 
     def decode(self, batch: int) -> dict[str, float]:
         int8_model, bf16_model = Int8Decoder(self, batch), Bf16Decoder(self, batch)
-        us = {"int8": replay_us(capture([int8_model.step])), "bf16": replay_us(capture([bf16_model.step]))}
+        us = {
+            "int8": median_us(capture([int8_model.step]).replay),
+            "bf16": median_us(capture([bf16_model.step]).replay),
+        }
         self.decode_parts(int8_model)
         nbytes = LAYERS * sum(w.nbytes for w in int8_model.layers[0].weights)
         floor = nbytes / self.bandwidth / 1e6
@@ -239,17 +223,19 @@ class Bench:
         norm = self.find("norm_quantize", batch).run
         parts = {
             "residual + RMSNorm + quantize": [
-                bound(norm, model.hidden, one.norms[0], 1e-5, model.hidden) for one in layers
+                partial(norm, model.hidden, one.norms[0], 1e-5, model.hidden) for one in layers
             ],
-            "qkv": [bound(model.linear, normed.q, normed.scale, one, 0) for one in layers],
-            "rope + cache": [bound(model.rope, qkv, model.cos, model.sin, model.places, *one.cache) for one in layers],
-            "attention": [bound(decode, q, *one.cache, model.table, model.lengths, 0.1) for one in layers],
-            "quantize": [bound(self.find("quantize", batch).run, model.hidden) for _ in layers],
-            "quantize and o": [bound(model.quantize_linear, model.hidden, one, 1) for one in layers],
-            "o": [bound(model.linear, normed.q, normed.scale, one, 1) for one in layers],
-            "gate_up": [bound(model.linear, normed.q, normed.scale, one, 2) for one in layers],
-            "silu x up + quantize": [bound(self.find("silu_mul_quantize", batch).run, gate_up) for _ in layers],
-            "down": [bound(model.linear, *inner, one, 3) for one in layers],
+            "qkv": [partial(model.linear, normed.q, normed.scale, one, 0) for one in layers],
+            "rope + cache": [
+                partial(model.rope, qkv, model.cos, model.sin, model.places, *one.cache) for one in layers
+            ],
+            "attention": [partial(decode, q, *one.cache, model.table, model.lengths, 0.1) for one in layers],
+            "quantize": [partial(self.find("quantize", batch).run, model.hidden) for _ in layers],
+            "quantize and o": [partial(model.quantize_linear, model.hidden, one, 1) for one in layers],
+            "o": [partial(model.linear, normed.q, normed.scale, one, 1) for one in layers],
+            "gate_up": [partial(model.linear, normed.q, normed.scale, one, 2) for one in layers],
+            "silu x up + quantize": [partial(self.find("silu_mul_quantize", batch).run, gate_up) for _ in layers],
+            "down": [partial(model.linear, *inner, one, 3) for one in layers],
         }
         for name, calls in parts.items():
             self.row(f"  decode M {batch}: {name}", call_us(calls))

@@ -34,20 +34,19 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def replay_us(graph: torch.cuda.CUDAGraph, repeats: int = 15, inner: int = 1) -> float:
-    """Median time of `inner` replays, divided by `inner`, after two for warming up."""
+def median_us(call: Call, repeats: int = 15) -> float:
+    """Median time of a call, such as the replay of a graph, after two for warming up."""
     times = []
     for _ in range(repeats + 2):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        for _ in range(inner):
-            graph.replay()
+        call()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / inner)
+        times.append(start.elapsed_time(end) * 1000)
     return float(median(times[2:]))
 
 
-def call_us(calls: Sequence[Call], repeats: int = 15) -> float:
+def call_us(calls: Sequence[Call]) -> float:
     """Median time of one of the calls, which do the same on different operands."""
-    return replay_us(capture(calls), repeats) / len(calls)
+    return median_us(capture(calls).replay) / len(calls)

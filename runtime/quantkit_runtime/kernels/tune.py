@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import UsageError
+from quantkit_runtime import device
 from quantkit_runtime.kernels import gemv, registry
-from quantkit_runtime.kernels.timing import call_us, copies
+from quantkit_runtime.kernels.timing import Call, call_us, copies
 from quantkit_runtime.kernels.tuning import Attention, Streaming, Tile, Tuning, tuning
 
 SHAPES = ((12288, 4096), (4096, 12288))
@@ -107,11 +109,12 @@ class Tuner:
         self.rows: list[Measured] = []
         self._report, self._only = report, only
         self._random = torch.Generator("cuda").manual_seed(0)
+        self._pool: dict[tuple[int, ...], Tensor] = {}
 
     def run(self) -> Tuning:
         """The table."""
         table = tuning()
-        if any(kernel == "streaming-gemv" for kernel in registry.names("w8a8_gemm", _family())):
+        if "streaming-gemv" in registry.names("w8a8_gemm", device.resolve().family):
             table = replace(table, gemv=self.gemv())
         table = replace(
             table,
@@ -158,7 +161,7 @@ class Tuner:
             x = torch.randn((3, 8192, 2 * k), device="cuda", dtype=torch.bfloat16, generator=self._random)
             runs = ((quantize.quantize, x.view(6, 8192, k)), (quantize.silu_mul_quantize, x))
             calls = (
-                (warps, [[_bound(run, one, warps=warps) for one in inputs] for run, inputs in runs])
+                (warps, [[partial(run, one, warps=warps) for one in inputs] for run, inputs in runs])
                 for warps in (1, 2, 4, 8, 16, 32)
             )
             found.append((bound, self._best(f"quantize, {k} inputs", calls, str)))
@@ -167,9 +170,10 @@ class Tuner:
     def attention(self, *, int8_keys: bool, context: int = 32768, sequences: int = 8) -> Attention:
         from quantkit_runtime.kernels.triton import attention
 
+        run: Callable[..., Tensor] = attention.paged_decode
         args = paged_operands(sequences, context, int8_keys=int8_keys)
         candidates = (replace(row, programs=programs) for programs in (528, 1056, 2112) for row in ATTENTION)
-        calls = ((config, [_bound(attention.paged_decode, *args, 0.088, config=config)]) for config in candidates)
+        calls = ((config, [[partial(run, *args, 0.088, config=config)]]) for config in candidates)
         keys = "int8" if int8_keys else "float"
         best: Attention = self._best(f"decode attention, {sequences} x {context}, {keys} keys", calls, str)
         return best
@@ -188,22 +192,22 @@ class Tuner:
 
     # -------------------------------------------------------------------------------------------- calls
 
-    def _tile_calls(self, tokens: int, group: int, tile: Tile) -> Iterator[list[Callable[[], object]]]:
+    def _tile_calls(self, tokens: int, group: int, tile: Tile) -> Iterator[list[Call]]:
         from quantkit_runtime.kernels.triton import gemm
 
         for n, k in SHAPES:
             weights, scales = self._weights(n, k)
             x, x_scale = self._activations(tokens, k, group)
-            yield [_bound(gemm.w8a8_gemm, x, x_scale, w, scales, None, torch.bfloat16, tile) for w in weights]
+            yield [partial(gemm.w8a8_gemm, x, x_scale, w, scales, None, torch.bfloat16, tile) for w in weights]
 
-    def _gemv_calls(self, tokens: int, shape: Streaming) -> Iterator[list[Callable[[], object]]]:
+    def _gemv_calls(self, tokens: int, shape: Streaming) -> Iterator[list[Call]]:
         for n, k in SHAPES:
             weights, scales = self._weights(n, k)
             x, x_scale = self._activations(tokens, k, 0)
             out = torch.empty((tokens, n), device="cuda", dtype=torch.bfloat16)
-            yield [_bound(gemv.load(), x, x_scale, w, scales, None, out, shape=shape) for w in weights]
+            yield [partial(gemv.load(), x, x_scale, w, scales, None, out, shape=shape) for w in weights]
 
-    def _expert_calls(self, rows: int, group: int, tile: Tile) -> Iterator[list[Callable[[], object]]]:
+    def _expert_calls(self, rows: int, group: int, tile: Tile) -> Iterator[list[Call]]:
         from quantkit_runtime.kernels.triton import gemm, routing
 
         experts, per_token, n, k = ROUTED
@@ -213,50 +217,44 @@ class Tuner:
         index = torch.rand((tokens, experts), device="cuda", generator=self._random).topk(per_token).indices
         alignment = routing.align(index, experts, tile.bm)
         run = gemm.grouped_gemm
-        yield [_bound(run, x, x_scale, w, scales, None, alignment, per_token, torch.bfloat16, tile) for w in weights]
+        yield [partial(run, x, x_scale, w, scales, None, alignment, per_token, torch.bfloat16, tile) for w in weights]
 
     def _weights(self, n: int, k: int, experts: int = 0) -> tuple[Tensor, Tensor]:
         lead = (experts,) if experts else ()
         shape = (copies(n * k * max(1, experts), 16), *lead, n, k)
-        if shape not in _pool:
-            _pool[shape] = self._int8(shape)
-        return _pool[shape], torch.rand((*lead, n, 1), device="cuda", generator=self._random)
+        if shape not in self._pool:
+            self._pool[shape] = normal_int8(shape, self._random)
+        return self._pool[shape], torch.rand((*lead, n, 1), device="cuda", generator=self._random)
 
     def _activations(self, tokens: int, k: int, group: int) -> tuple[Tensor, Tensor]:
-        return self._int8((tokens, k)), torch.rand(
+        return normal_int8((tokens, k), self._random), torch.rand(
             (tokens, k // group if group else 1), device="cuda", generator=self._random
         )
 
-    def _int8(self, shape: tuple[int, ...]) -> Tensor:
-        """Normal values, as quantized weights are: the power that dense bits cost would slow the card down."""
-        made = torch.empty(shape, device="cuda", dtype=torch.int8)
-        for part in made.view(-1, shape[-1]).split(1 << 16):
-            normal = torch.randn(part.shape, device="cuda", generator=self._random)
-            part.copy_(normal.mul_(32).round_().clamp_(-127, 127))
-        return made
-
     # -------------------------------------------------------------------------------------------- choice
 
-    def _best(self, what: str, candidates: Iterable[tuple[Any, Iterable[Any]]], name: Callable[[Any], str]) -> Any:
+    def _best(
+        self, what: str, candidates: Iterable[tuple[Any, Iterable[Sequence[Call]]]], name: Callable[[Any], str]
+    ) -> Any:
         timed = [(self._time(what, name(candidate), calls), candidate) for candidate, calls in candidates]
         us, best = min(timed, key=lambda pair: pair[0])
         self._report(f"{what}: {name(best)}, {us:.1f} us")
         return best
 
-    def _time(self, what: str, name: str, calls: Iterable[Any]) -> float:
+    def _time(self, what: str, name: str, calls: Iterable[Sequence[Call]]) -> float:
         """Sum over the shapes; a candidate that does not compile or fit into the card counts as infinite."""
         first, step = self._only or (0, 1)
-        if self._only and len(self.rows) % step != first:
+        if len(self.rows) % step != first:
             self.rows.append(Measured(what, name, 0.0))
             return 0.0
         try:
             groups = list(calls)
             if self._only:
                 for group in groups:
-                    group[0]() if isinstance(group, list) else group()
+                    group[0]()
                 us = 0.0
             else:
-                us = sum(call_us(group) for group in groups) if isinstance(groups[0], list) else call_us(groups)
+                us = sum(call_us(group) for group in groups)
         except Exception as error:  # a compiler's own errors have no common class
             us = float("inf")
             name += f" ({type(error).__name__})"
@@ -264,7 +262,13 @@ class Tuner:
         return us
 
 
-_pool: dict[tuple[int, ...], Tensor] = {}
+def normal_int8(shape: tuple[int, ...], random: torch.Generator | None = None) -> Tensor:
+    """Normal values, as quantized weights are: the power that dense bits cost would slow the card down."""
+    made = torch.empty(shape, device="cuda", dtype=torch.int8)
+    for part in made.view(-1, shape[-1]).split(1 << 16):
+        normal = torch.randn(part.shape, device="cuda", generator=random)
+        part.copy_(normal.mul_(32).round_().clamp_(-127, 127))
+    return made
 
 
 def paged_operands(
@@ -287,14 +291,6 @@ def paged_operands(
     return q, *k, *v, table, torch.full((sequences,), context, device="cuda", dtype=torch.int32)
 
 
-def _bound(run: Callable[..., object], *args: Any, **options: Any) -> Callable[[], object]:
-    return lambda: run(*args, **options)
-
-
 def _name(tile: Tile) -> str:
     shape = f"{tile.bm}x{tile.bn}x{tile.bk}, {tile.warps} warps, {tile.stages} stages, band {tile.band}"
     return shape + (", swapped" if tile.swap else "")
-
-
-def _family() -> str:
-    return "hip" if torch.version.hip else "cuda"
