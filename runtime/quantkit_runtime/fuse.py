@@ -247,30 +247,27 @@ class _FusedNorm:
 
 
 _READERS = {
-    "input_layernorm": ("self_attn.q_proj",),
-    "post_attention_layernorm": ("mlp.gate_proj",),
-    "pre_feedforward_layernorm": ("mlp.gate_proj",),
+    "input_layernorm": "self_attn.q_proj",
+    "post_attention_layernorm": "mlp.gate_proj",
+    "pre_feedforward_layernorm": "mlp.gate_proj",
 }
 """Norms of a decoder layer as transformers names them -> a layer that reads their output as it is."""
 
 
 def _norm_quant(model: nn.Module) -> Iterator[tuple[str, str]]:
     for path, layer in list(model.named_modules()):
-        for name, readers in _READERS.items():
-            norm, reader = getattr(layer, name, None), _first_int8(layer, readers)
+        for name, reads in _READERS.items():
+            norm, reader = getattr(layer, name, None), _int8_at(layer, reads)
             if norm is not None and reader is not None:
                 yield f"{path}.{name}", _fuse_norm(norm, reader)
 
 
-def _first_int8(layer: nn.Module, paths: tuple[str, ...]) -> Int8Linear | None:
-    for path in paths:
-        found: Any = layer
-        for name in path.split("."):
-            found = getattr(found, name, None)
-        found = found.layer if isinstance(found, Part) else found
-        if isinstance(found, Int8Linear):
-            return found
-    return None
+def _int8_at(layer: nn.Module, path: str) -> Int8Linear | None:
+    found: Any = layer
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    found = found.layer if isinstance(found, Part) else found
+    return found if isinstance(found, Int8Linear) else None
 
 
 def _fuse_norm(norm: Any, reader: Int8Linear) -> str:
