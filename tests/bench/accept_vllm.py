@@ -26,7 +26,6 @@ import peers
 import psutil
 
 HERE = Path(__file__).resolve()
-PYTHON = HERE.parents[2] / ".peers" / "vllm" / "bin" / "python"
 READY_S = 900
 
 
@@ -113,7 +112,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     port, state = free_port(), args.out / "server.json"
     # not `vllm serve`: that asks for the version of a package that the CPU build has under another name
-    serve = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(args.checkpoint)]
+    serve = [str(peers.python_of("vllm")), "-m", "vllm.entrypoints.openai.api_server", "--model", str(args.checkpoint)]
     serve += ["--host", "127.0.0.1", "--port", str(port)]
     serve += ["--served-model-name", "candidate", "--dtype", "bfloat16", "--max-model-len", str(args.context)]
     serve += ["--max-num-seqs", "8", "--enforce-eager", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]

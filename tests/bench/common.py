@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -283,6 +283,12 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
             [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)],
         )
         print("  ".join([first, *rest]), flush=True)
+
+
+def show(commands: Mapping[str, Measured]) -> None:
+    """Print a table of finished commands."""
+    rows = [[name, f"{run.seconds:.1f}", f"{run.cpu_seconds:.1f}", mib(run.peak_rss)] for name, run in commands.items()]
+    table(["command", "seconds", "cpu s", "peak RSS MiB"], rows)
 
 
 def mib(count: float) -> str:

@@ -35,13 +35,7 @@ def main() -> None:
     found = {name: common.run([*common.QUANTKIT, *words]) for name, words in commands.items()}
     report.data["commands"] = {name: run.row() for name, run in found.items()}
     print(f"{report.data['tensors']:,} tensors")
-    common.table(
-        ["command", "seconds", "cpu s", "peak RSS MiB"],
-        [
-            [name, f"{run.seconds:.1f}", f"{run.cpu_seconds:.1f}", common.mib(run.peak_rss)]
-            for name, run in found.items()
-        ],
-    )
+    common.show(found)
     for name, run in found.items():
         report.target(f"{name}: peak RSS in GiB", run.peak_rss / 2**30, 2)
     for folder in (root, out):

@@ -41,13 +41,7 @@ def main() -> None:
     plan = json.loads(found["convert --dry-run"].stdout)
     report.data["parameters"] = plan["parameters"]
     print(f"{plan['parameters'] / 1e12:.2f} T parameters, {report.data['tensors']:,} tensors")
-    common.table(
-        ["command", "seconds", "cpu s", "peak RSS MiB"],
-        [
-            [name, f"{run.seconds:.1f}", f"{run.cpu_seconds:.1f}", common.mib(run.peak_rss)]
-            for name, run in found.items()
-        ],
-    )
+    common.show(found)
     for name, run in found.items():
         report.target(f"{name}: seconds", run.seconds, 60)
         report.target(f"{name}: peak RSS in GiB", run.peak_rss / 2**30, 2)
