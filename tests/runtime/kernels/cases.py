@@ -89,6 +89,4 @@ def pages(
     table = table.to(torch.int32)
     for row, tokens in enumerate(lengths):
         table[row, -(-tokens // block) :] = -1  # behind the end: must not be followed
-    clean = table.clamp_min(0).long()
-    assert torch.equal(clean[table >= 0], table[table >= 0].long())
     return Pages(k_cache, k_scale, v_cache, v_scale, table, length, plain(k), plain(v))

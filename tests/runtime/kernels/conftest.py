@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported: it is read by the decorator
+# With a card too, where the tests' own setting leaves other tests to the compiler; before any kernel is imported, since
+# the decorator reads it.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 REQUIRED = os.environ.get("QUANTKIT_KERNEL_TOOLS") == "required"
 """Set by `make kernels`, which installs the tools."""
@@ -30,9 +32,13 @@ def _fma(_builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def triton_kernels() -> dict[str, ModuleType]:
-    """Modules of the Triton kernels by name, interpreted."""
+def needs_triton() -> None:
     _require(importlib.util.find_spec("triton") is not None, "Triton")
+
+
+@pytest.fixture(scope="session")
+def triton_kernels(needs_triton: None) -> dict[str, ModuleType]:
+    """Modules of the Triton kernels by name, interpreted."""
     from triton.runtime import interpreter
 
     interpreter.InterpreterBuilder.create_fma = _fma
@@ -49,8 +55,3 @@ def hipcc() -> str:
     found = shutil.which("hipcc")
     _require(found is not None, "hipcc")
     return str(found)
-
-
-@pytest.fixture(scope="session")
-def needs_triton() -> None:
-    _require(importlib.util.find_spec("triton") is not None, "Triton")

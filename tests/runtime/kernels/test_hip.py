@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -118,7 +117,6 @@ def test_what_the_gemv_cannot_do_is_refused(shims: dict[str, Gemv]) -> None:
 # -------------------------------------------------------------------------------------------------- building
 
 
-@cache
 def _stub(folder: Path, text: str) -> str:
     path = folder / "compiler"
     path.write_text(f"#!/bin/sh\n{text}\n")
