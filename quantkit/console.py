@@ -167,6 +167,22 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False))
 
 
+def print_sizes(sizes: Mapping[str, Any], as_json: bool, width: int = 14) -> None:
+    """What a dry run found: JSON, or a line for each name, padded to `width`; names in `_bytes` count bytes."""
+    from quantkit.memory import human_bytes
+
+    if as_json:
+        print_json(sizes)
+        return
+    out = console()
+    for name, value in sizes.items():
+        shown = human_bytes(value) if name.endswith("_bytes") else value
+        if isinstance(value, Mapping):
+            shown = ", ".join(f"{count} {what}" for what, count in value.items())
+        shown = ", ".join(shown) if isinstance(shown, list) else shown
+        out.print(f"{name.removesuffix('_bytes').replace('_', ' '):{width}} {shown}", markup=False)
+
+
 class Progress:
     """A progress bar with rate and time left on stderr; silent when that is not a terminal.
 

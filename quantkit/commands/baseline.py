@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from quantkit.console import console, json_option, print_json, quoted
+from quantkit.console import console, json_option, print_json, print_sizes, quoted
 
 if TYPE_CHECKING:
     from quantkit.baseline.plan import Plan
@@ -93,7 +93,7 @@ def command(
     options = Options(TextOptions(data=data, **texts), new_tokens, top_k, full)
     plan = make_plan(model, options, device=device, stream=stream)
     if dry_run:
-        _show_plan(plan.describe(), as_json)
+        print_sizes(plan.describe(), as_json)
         return
     if not as_json:
         _announce(plan)
@@ -112,20 +112,6 @@ def _announce(plan: Plan) -> None:
         f"{plan.tokens:,} tokens, {plan.passes} passes over {human_bytes(plan.weight_bytes)} of weights, {kept}: "
         f"{human_bytes(plan.read_bytes)} to read"
     )
-
-
-def _show_plan(plan: dict[str, Any], as_json: bool) -> None:
-    from quantkit.memory import human_bytes
-
-    if as_json:
-        print_json(plan)
-        return
-    for name, value in plan.items():
-        shown = human_bytes(value) if name.endswith("_bytes") else value
-        if isinstance(value, dict):
-            shown = ", ".join(f"{count} {use}" for use, count in value.items())
-        shown = ", ".join(shown) if isinstance(shown, list) else shown
-        console().print(f"{name.removesuffix('_bytes').replace('_', ' '):14} {shown}", markup=False)
 
 
 def _show(baseline: Baseline, folder: Path, *, already: bool) -> None:

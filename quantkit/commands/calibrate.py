@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.console import console, json_option, print_json, quoted
+from quantkit.console import console, json_option, print_json, print_sizes, quoted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -78,7 +78,9 @@ def command(
     if dry_run:
         from quantkit.calibrate.estimate import estimated_seconds
 
-        _show_plan({**plan.describe(), "estimated_seconds": estimated_seconds(plan)}, as_json)
+        seconds = estimated_seconds(plan)
+        time = "unknown" if seconds is None else f"about {seconds / 60:.1f} minutes on this machine"
+        print_sizes({**plan.describe(), **({"estimated_seconds": seconds} if as_json else {"time": time})}, as_json, 16)
         return
     run = run_plan(plan, out, jobs or 0)
     if not run.reports:
@@ -117,21 +119,6 @@ def _override(
     return validated(
         {**values, "calibration": {**values["calibration"], **changes}}, f"{recipe.name} with these options"
     )
-
-
-def _show_plan(plan: dict[str, Any], as_json: bool) -> None:
-    from quantkit.memory import human_bytes
-
-    if as_json:
-        print_json(plan)
-        return
-    out = console()
-    for name, value in plan.items():
-        shown = human_bytes(value) if name.endswith("_bytes") else value
-        if name == "estimated_seconds":
-            name, shown = "time", "unknown" if value is None else f"about {value / 60:.1f} minutes on this machine"
-        shown = ", ".join(shown) if isinstance(shown, list) else shown
-        out.print(f"{name.removesuffix('_bytes').replace('_', ' '):16} {shown}", markup=False)
 
 
 def _show_summary(summary: CalibrationSummary, folder: Path, *, already: bool) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.console import console, json_option, print_json
+from quantkit.console import console, json_option, print_json, print_sizes
 
 if TYPE_CHECKING:
     from quantkit.ladder.run import LadderReport
@@ -73,25 +73,13 @@ def command(
     listed = with_calibrations(load_rungs(rungs, only), calibrations)
     ladder = plan_ladder(model, listed, calibration, device=device, speed=speed)
     if dry_run:
-        _show_plan(ladder.describe(), as_json)
+        print_sizes(ladder.describe(), as_json)
         return
     report = run_ladder(ladder, out, jobs or 0)
     if as_json:
         print_json(report.model_dump(mode="json"))
     else:
         _show(report, out / HTML_NAME)
-
-
-def _show_plan(plan: dict[str, Any], as_json: bool) -> None:
-    from quantkit.memory import human_bytes
-
-    if as_json:
-        print_json(plan)
-        return
-    for name, value in plan.items():
-        shown = human_bytes(value) if name.endswith("_bytes") else value
-        shown = ", ".join(shown) if isinstance(shown, list) else shown
-        console().print(f"{name.removesuffix('_bytes').replace('_', ' '):14} {shown}", markup=False)
 
 
 def _show(report: LadderReport, page: Path) -> None:
