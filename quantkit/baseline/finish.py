@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from quantkit.archs.structure import attention_limits
 from quantkit.baseline.plan import Plan
 from quantkit.checkpoint.writer import file_sha256, save_tensors, write_atomic
 from quantkit.compare.companions import comparable_config
-from quantkit.compare.distributions import Kept, edges, join
+from quantkit.compare.distributions import Kept, edges, join, perplexity
 from quantkit.spec.baseline import (
     BASELINE_NAME,
     LOGPROBS_NAME,
@@ -63,25 +62,18 @@ def _perplexities(
     sequences: Sequence[Tokens], kept: Sequence[Kept], limits: tuple[int, ...]
 ) -> Iterator[PerplexityRow]:
     """By kind, then by range of positions over the texts and the long text."""
-    losses: dict[str, list[Tensor]] = {}
-    places: list[Tensor] = []
-    values: list[Tensor] = []
-    for sequence, rows in zip(sequences, kept, strict=True):
-        if sequence.use in ("text", "long"):
-            losses.setdefault(sequence.kind, []).append(-rows.next_logprob.double())
-            places.append(torch.tensor(sequence.scored))
-            values.append(-rows.next_logprob.double())
+    scored = [pair for pair in zip(sequences, kept, strict=True) if pair[0].use in ("text", "long")]
+    losses = [-rows.next_logprob.double() for _, rows in scored]
+    kinds = [sequence.kind for sequence, _ in scored]
     longest = max(len(sequence.ids) for sequence in sequences)
-    for kind, parts in losses.items():
-        yield _row(kind, 0, longest, torch.cat(parts))
-    position, loss = torch.cat(places), torch.cat(values)
-    bounds = edges(limits, longest)
-    for start, stop in itertools.pairwise(bounds):
+    for kind in dict.fromkeys(kinds):
+        yield _row(kind, 0, longest, torch.cat([each for own, each in zip(kinds, losses, strict=True) if own == kind]))
+    position, loss = torch.cat([torch.tensor(sequence.scored) for sequence, _ in scored]), torch.cat(losses)
+    for start, stop in itertools.pairwise(edges(limits, longest)):
         inside = (position >= start) & (position < stop)
         if bool(inside.any()):
             yield _row("", start, stop, loss[inside])
 
 
 def _row(kind: str, start: int, stop: int, losses: Tensor) -> PerplexityRow:
-    mean = min(float(losses.mean()), 700.0)
-    return PerplexityRow(kind=kind, start=start, stop=stop, tokens=len(losses), perplexity=math.exp(mean))
+    return PerplexityRow(kind=kind, start=start, stop=stop, tokens=len(losses), perplexity=perplexity(losses))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate.data import Batch, Samples
-from quantkit.compare.distributions import edges
+from quantkit.compare.distributions import edges, full_divergence
 
 POSITIONS = 64
 """Positions of a sample whose predictions are compared, evenly spaced."""
@@ -50,7 +50,7 @@ class Scores:
         Args:
             following: int64, the next tokens; the sample's last position has none.
         """
-        divergence = (log_p.exp() * (log_p - log_q)).sum(-1).double()
+        divergence = full_divergence(log_p, log_q).double()
         self.samples.append(float(divergence.mean()))
         self.same += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
         self.positions += len(log_p)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quantkit.archs import Architecture
 from quantkit.compare.candidate import LayerSeen
+from quantkit.compare.distributions import WORST
 from quantkit.compare.fingerprint import explain, relative_error
 from quantkit.compare.limits import Limits
 from quantkit.compare.result import Finding, Layer, Operator
@@ -24,7 +25,6 @@ LONG_GROWTH = 3.0
 """On the long text errors of the layers before add up; an operator is at fault there when its error is this many times
 that of what its layer was given."""
 
-_WORST = 1e30
 _TIE = 1e-6
 """Router logits this near are equal."""
 
@@ -88,12 +88,12 @@ class LayerComparison:
         own = per_token(want, self.seen.own_output)
         long = None
         if "long" in self.source and self.seen.long is not None and self.seen.long.output is not None:
-            long = min(float(per_token(self.source["long"], self.seen.long.output).quantile(0.75)), _WORST)
+            long = min(float(per_token(self.source["long"], self.seen.long.output).quantile(0.75)), WORST)
         return Layer(
             layer=self.index,
             cosine=float(cosines.nan_to_num(0.0).mean()) if len(cosines) else 1.0,
             error=rms(errors),
-            error_max=min(float(errors.max()), _WORST) if len(errors) else 0.0,
+            error_max=min(float(errors.max()), WORST) if len(errors) else 0.0,
             own_error=rms(own),
             long_error=long,
             routing=self._routing_agreement(),
@@ -241,7 +241,7 @@ class LayerComparison:
                 "operator": operator,
                 "expert": expert,
                 "what": what,
-                "error": min(error, _WORST),
+                "error": min(error, WORST),
                 "why": known[0] if known else "",
                 "detail": known[1] if known else detail,
             }
@@ -254,23 +254,23 @@ class LayerComparison:
 
 
 def per_token(want: Tensor, got: Tensor) -> Tensor:
-    """||difference|| / ||want|| of every row; `_WORST` where `got` is not finite or of another shape.
+    """||difference|| / ||want|| of every row; `WORST` where `got` is not finite or of another shape.
 
     Rows smaller than the median one are divided by that: a gate of one number that passes through zero says nothing.
     """
     if want.shape != got.shape:
-        return torch.full((len(want),), _WORST)
+        return torch.full((len(want),), WORST)
     size = want.norm(dim=-1)
     return finite((got - want).norm(dim=-1) / torch.maximum(size, size.median()).clamp(min=1e-30))
 
 
 def finite(errors: Tensor) -> Tensor:
-    return torch.where(torch.isfinite(errors), errors, _WORST)
+    return torch.where(torch.isfinite(errors), errors, WORST)
 
 
 def rms(errors: Tensor) -> float:
-    """Root mean square; `_WORST` stands for infinity, which JSON cannot say."""
-    return min(float(errors.double().square().mean().sqrt()), _WORST) if len(errors) else 0.0
+    """Root mean square; `WORST` stands for infinity, which JSON cannot say."""
+    return min(float(errors.double().square().mean().sqrt()), WORST) if len(errors) else 0.0
 
 
 def agreement(want: Tensor, found: Tensor) -> float:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WORST_KL = 1e30
-"""Nats that stand for infinity and not-a-number, which JSON cannot say."""
+WORST = 1e30
+"""What stands for infinity and not-a-number, which JSON cannot say."""
 
 WORST_LOGPROB = -700.0
 """The same for a log-probability: `exp` of its negative is still a number."""
@@ -82,7 +82,12 @@ def divergence(source: Kept, candidate: Kept) -> Tensor:
     """KL(source || candidate) in nats over the kept tokens and the rest, float64 `[P]`."""
     log_p, log_q = _outcomes(source), _outcomes(candidate)
     terms = torch.where(torch.isneginf(log_p), 0.0, log_p.exp() * (log_p - log_q))
-    return torch.nan_to_num(terms.sum(-1), nan=WORST_KL, posinf=WORST_KL).clamp(min=0)
+    return torch.nan_to_num(terms.sum(-1), nan=WORST, posinf=WORST).clamp(min=0)
+
+
+def full_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) in nats over the whole vocabulary, `[P]`, from log-probabilities `[P, V]`."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def cosine(source: Kept, candidate: Kept) -> Tensor:
@@ -113,6 +118,7 @@ def edges(limits: tuple[int, ...], longest: int) -> tuple[int, ...]:
 def summary(kl: Tensor, cos: Tensor, same: Tensor, source_nll: Tensor, candidate_nll: Tensor) -> dict[str, Any]:
     """Figures of some positions, float64 `[P]` each; `same`: both have the same likeliest token."""
     change = candidate_nll - source_nll
+    ratio = perplexity(change)
     return {
         "tokens": len(kl),
         "kl_mean": float(kl.mean()),
@@ -121,11 +127,17 @@ def summary(kl: Tensor, cos: Tensor, same: Tensor, source_nll: Tensor, candidate
         "cosine_mean": float(cos.mean()),
         "cosine_min": float(cos.min()),
         "top1_agreement": float(same.double().mean()),
-        "source_perplexity": math.exp(min(float(source_nll.mean()), 700.0)),
-        "perplexity_ratio": math.exp(min(float(change.mean()), 700.0)),
-        "perplexity_ratio_error": math.exp(min(float(change.mean()), 700.0)) * _error_of_mean(change),
+        "source_perplexity": perplexity(source_nll),
+        "perplexity_ratio": ratio,
+        "perplexity_ratio_error": ratio * standard_error(change),
     }
 
 
-def _error_of_mean(values: Tensor) -> float:
-    return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+def perplexity(nll: Tensor) -> float:
+    """exp of the mean of negative log-likelihoods, or of differences of them; no more than `exp(-WORST_LOGPROB)`."""
+    return math.exp(min(float(nll.mean()), -WORST_LOGPROB))
+
+
+def standard_error(values: Tensor) -> float:
+    """Standard error of the mean of values `[N]`; 0 for a single one."""
+    return float(values.double().std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
+from quantkit.compare.distributions import WORST
 from quantkit.compare.limits import Limits
 from quantkit.compare.result import Check, Difference, Distribution, Finding, Greedy, Layer, Needle
-
-WORST = 1e30
 
 _FINDING_OF = {
     "operator_error": ("operator", "before", "long"),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from quantkit.compare.distributions import standard_error
 from quantkit.errors import InputError
 
 
@@ -85,7 +86,7 @@ def from_losses(losses: Tensor, length: int) -> Perplexity:
     mean, count = float(losses.mean()), len(losses)
     if not math.isfinite(mean):
         raise InputError("the loss is not finite", "load the model with --dtype float32 and compare")
-    return Perplexity(math.exp(mean), math.exp(mean) * _standard_error(losses), count * (length - 1))
+    return Perplexity(math.exp(mean), math.exp(mean) * standard_error(losses), count * (length - 1))
 
 
 def change(before: Tensor, after: Tensor) -> tuple[float, float]:
@@ -95,8 +96,4 @@ def change(before: Tensor, after: Tensor) -> tuple[float, float]:
     the paired differences.
     """
     ratio = math.exp(float((after - before).mean()))
-    return 100 * (ratio - 1), 100 * ratio * _standard_error(after - before)
-
-
-def _standard_error(values: Tensor) -> float:
-    return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return 100 * (ratio - 1), 100 * ratio * standard_error(after - before)
