@@ -18,9 +18,9 @@ from torch import Tensor
 from quantkit.calibrate.activations import LayerInput
 from quantkit.calibrate.data import Batch, Samples
 from quantkit.calibrate.stream import LayerStream
-from quantkit.compare.distributions import edges
+from quantkit.compare.distributions import edges, full_divergence, standard_error
 from quantkit.spec.document import Strict
-from quantkit.spec.tensorfile import read_header, read_tensor
+from quantkit.spec.tensorfile import Header, read_header, read_tensor
 from quantkit.threads import one_thread_per_operation
 
 BLOCK = 64
@@ -61,7 +61,7 @@ class Scores(Strict):
         if before is None:
             return self.overall.kl, self.overall.kl_error
         pairs = zip(self.samples, before.samples, strict=True)
-        return self.overall.kl - before.overall.kl, _error(torch.tensor([a - b for a, b in pairs]))
+        return self.overall.kl - before.overall.kl, standard_error(torch.tensor([a - b for a, b in pairs]))
 
 
 @dataclass
@@ -82,18 +82,13 @@ class _Sums:
         return Score(
             tokens=int(tokens),
             kl=kl,
-            kl_error=_error(rows[:, 1] / rows[:, 0]),
+            kl_error=standard_error(rows[:, 1] / rows[:, 0]),
             perplexity_source=math.exp(source),
             perplexity=math.exp(own),
             change=change,
-            change_error=(1 + change) * _error((rows[:, 3] - rows[:, 2]) / rows[:, 0]),
+            change_error=(1 + change) * standard_error((rows[:, 3] - rows[:, 2]) / rows[:, 0]),
             top1=same,
         )
-
-
-def _error(values: Tensor) -> float:
-    """Standard error of the mean; 0 for a single value."""
-    return float(values.double().std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def score(
@@ -125,9 +120,10 @@ def _compared(
     batches: Sequence[Batch], source: tuple[LayerStream, Path], rung: tuple[LayerStream, Path]
 ) -> Iterator[tuple[Batch, Tensor]]:
     """For each sample its batch and, float64 `[5, positions]`, what `_Sums` adds up."""
+    records = [(stream, read_header(path)) for stream, path in (source, rung)]
     with one_thread_per_operation(), source[0].head(), rung[0].head():
         for index, batch in enumerate(batches):
-            ends = [_read(path, index).to(stream.device) for stream, path in (source, rung)]
+            ends = [_read(header, index).to(stream.device) for stream, header in records]
             for row, ids in enumerate(batch.ids):
                 pairs = zip(*(end[row, :-1].split(BLOCK) for end in ends), ids[1:].split(BLOCK), strict=True)
                 yield batch, torch.cat([_values(source[0], rung[0], *each) for each in pairs], dim=1)
@@ -138,7 +134,7 @@ def _values(source: LayerStream, rung: LayerStream, theirs_PH: Tensor, own_PH: T
     target = target_P.to(log_p.device)[:, None]
     rows = (
         torch.ones(len(log_p), device=log_p.device),
-        (log_p.exp() * (log_p - log_q)).sum(-1),
+        full_divergence(log_p, log_q),
         -log_p.gather(1, target).squeeze(1),
         -log_q.gather(1, target).squeeze(1),
         (log_p.argmax(-1) == log_q.argmax(-1)).float(),
@@ -151,6 +147,6 @@ def _distribution(stream: LayerStream, hidden_PH: Tensor) -> Tensor:
     return stream.logits(LayerInput(hidden_PH[None]))[0].float().log_softmax(-1)
 
 
-def _read(path: Path, index: int) -> Tensor:
-    with path.open("rb") as file:
-        return read_tensor(file.fileno(), read_header(path).tensors[f"{index}"], path=path)
+def _read(record: Header, index: int) -> Tensor:
+    with record.path.open("rb") as file:
+        return read_tensor(file.fileno(), record.tensors[f"{index}"], path=record.path)

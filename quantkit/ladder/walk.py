@@ -22,13 +22,12 @@ from quantkit.calibrate.passes import LayerRun, Pass
 from quantkit.calibrate.plan import Plan
 from quantkit.calibrate.rounding import rounds_to_nearest
 from quantkit.checkpoint.reader import Source
-from quantkit.checkpoint.writer import tensor_bytes, write_atomic
+from quantkit.checkpoint.writer import save_tensors
 from quantkit.errors import UsageError
 from quantkit.ladder.arithmetic import Arithmetic
 from quantkit.ladder.cache import RoundingCache, rounding_attention
 from quantkit.ladder.rungs import Rung
 from quantkit.spec.scheme import Scheme, group_size_for
-from quantkit.spec.tensorfile import build_header, dtype_name
 
 FP8_GROUP = 128
 """Inputs that share a scale in DeepSeek-V3's FP8 activations (arXiv 2412.19437, section 3.3.2)."""
@@ -90,7 +89,11 @@ class RungPass(Pass):
             for index, hidden in run.hand_on(work):
                 if hidden is not None:
                     ends[f"{index}"] = hidden.cpu()
-        return lambda path: _save(path, ends)
+
+        def save(path: Path) -> None:
+            save_tensors(path, ends)
+
+        return save
 
     def replay(self, run: LayerRun, record: Path) -> None:
         """What a layer hands on depends on its rounding, so it is done again."""
@@ -105,8 +108,3 @@ class RungPass(Pass):
                 f"{self.title}: the attention of layer {layer} does not ask a cache for its keys and values",
                 "leave out the rungs with `keys` or `values` for this model (--rung NAME)",
             )
-
-
-def _save(path: Path, ends: Mapping[str, Tensor]) -> None:
-    rows = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in ends.items()]
-    write_atomic(path, [build_header(rows, {}), *(tensor_bytes(tensor) for tensor in ends.values())])
