@@ -137,7 +137,7 @@ class Measurement:
         long: list[Record] = []
         spans = self._baseline.rows()
         for sequence in self._baseline.sequences:
-            records = [self._record(sequence) for _ in self._layers]
+            records = [Record.of(sequence) for _ in self._layers]
             with self._recording(records) if sequence.use in ("text", "long") else nullcontext():
                 logits = self._forward(sequence, sequence.scored)
             answers[sequence.name] = _answer(logits, self._rows.rows(*spans[sequence.name]), sequence)
@@ -148,10 +148,6 @@ class Measurement:
                 long = records
             self._advance(len(sequence.ids))
         return answers, [torch.cat(found) if found else None for found in routing], long
-
-    @staticmethod
-    def _record(sequence: Tokens) -> Record:
-        return Record(len(sequence.ids), torch.tensor(sequence.sampled) if sequence.sampled else None)
 
     @contextmanager
     def _recording(self, records: Sequence[Record]) -> Iterator[None]:
@@ -184,7 +180,7 @@ class Measurement:
         """
         (probe,) = self._baseline.of_use("probe")
         own, _ = self._probe_forward(probe, None)
-        records = [self._record(probe) for _ in self._layers]
+        records = [Record.of(probe) for _ in self._layers]
         with self._recording(records):
             outputs, embedded = self._probe_forward(probe, self._source)
         head = _answer(self._head_logits(probe), self._rows.rows(*self._baseline.rows()[probe.name]), probe)
@@ -217,14 +213,15 @@ class Measurement:
         return outputs, embedded[0] if embedded else torch.empty(0)
 
     def _put(self, source: Mapping[str, Tensor], embedded: list[Tensor]) -> Any:
-        """A hook that gives a layer what entered the source's."""
+        """A hook that gives a layer what entered the source's, and keeps what the first one would have been given."""
         subject = self._subject
         hidden = subject.basis(source["input"])[None].to(subject.device, subject.dtype)
         carried = {name.removeprefix("input."): value for name, value in source.items() if name.startswith("input.")}
 
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             own = args[0] if args else kwargs["hidden_states"]
-            embedded.append(own[0].float().cpu())
+            if not embedded:
+                embedded.append(own[0].float().cpu())
             named = {**kwargs, **{name: value.to(subject.device) for name, value in carried.items()}}
             if args:
                 return (hidden, *args[1:]), named

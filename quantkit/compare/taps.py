@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.archs import Architecture
-from quantkit.archs.roles import Kind
 from quantkit.compare.fingerprint import of_rows
+from quantkit.spec.baseline import Sequence
 
 EXPERT_ROWS = 8
 """Rows that every expert is run on by itself, whether the router chose it or not."""
@@ -44,6 +44,11 @@ class Record:
     router: Tensor | None = None
     experts_input: Tensor | None = None
     output: Tensor | None = None
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> Record:
+        """An empty one, for the sampled positions of a sequence."""
+        return cls(len(sequence.ids), torch.tensor(sequence.sampled) if sequence.sampled else None)
 
     def add(self, name: str, value: Any) -> None:
         rows = None if self.positions is None else per_token(value, self.tokens)
@@ -171,11 +176,6 @@ def _router(arch: Architecture, prefix: str, layer: nn.Module) -> str:
     """Name of the module that holds the router's weight, "" without experts."""
     for name, _ in layer.named_parameters():
         key = arch.parse(f"{prefix}.{name}")
-        if (
-            key is not None
-            and key.role == "router"
-            and arch.role(key.role).kind is Kind.ROUTER
-            and key.part == "weight"
-        ):
+        if key is not None and key.role == "router" and key.part == "weight":
             return name.rpartition(".")[0]
     return ""
