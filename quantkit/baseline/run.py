@@ -83,6 +83,7 @@ class _Run:
         self._sequences = list(plan.sequences)
         self._ids = [torch.tensor([sequence.ids]) for sequence in self._sequences]
         self._stop = frozenset(plan.tokenizer.stop_tokens)
+        self._step = max(1, LOGIT_BYTES // (4 * plan.source.dims.vocab))
 
     def all_passes(self) -> tuple[list[Kept], tuple[Sequence, ...]]:
         """Rows kept of every sequence, and the sequences with prompts continued."""
@@ -174,7 +175,7 @@ class _Run:
 
         def work(index: int) -> tuple[LayerInput, LayerInput, Record]:
             value = store.get(index)
-            with taps.recording(keeper.new_record(self._sequences[index])) as found:
+            with taps.recording(Record.of(self._sequences[index])) as found:
                 return value, stream.run_layer(layer, value), found
 
         last: list[Tensor] = []
@@ -204,13 +205,12 @@ class _Run:
 
     def _distributions(self, stream: LayerStream, hidden: list[Tensor]) -> list[Kept]:
         """Distributions after the positions of `_first_scored`, from the last layer's output there."""
-        step = max(1, LOGIT_BYTES // (4 * self._plan.source.dims.vocab))
         found = []
         with stream.head():
             for index, sequence in enumerate(self._sequences):
                 following = torch.cat((self._ids[index][0], torch.zeros(1, dtype=torch.int64)))
                 places = torch.tensor(self._first_scored(sequence), dtype=torch.int64)
-                pairs = zip(hidden[index].split(step, 1), places.split(step), strict=True)
+                pairs = zip(hidden[index].split(self._step, 1), places.split(self._step), strict=True)
                 found.append(join([self._kept(stream, part, following[where + 1]) for part, where in pairs]))
         return found
 
@@ -261,12 +261,10 @@ class _Run:
 
                 values = list(in_order(pool, work, len(going), ahead=self._jobs))
             progress.advance(sum(self._ids[index].numel() for index in going))
-        step = max(1, LOGIT_BYTES // (4 * self._plan.source.dims.vocab))
         ends = torch.cat([value.hidden[:, -1:] for value in values], 1)
         with stream.head():
-            parts = [
-                self._kept(stream, part, torch.zeros(part.shape[1], dtype=torch.int64)) for part in ends.split(step, 1)
-            ]
+            pieces = ends.split(self._step, 1)
+            parts = [self._kept(stream, part, torch.zeros(part.shape[1], dtype=torch.int64)) for part in pieces]
         joined = join(parts)
         return [joined.rows(place, place + 1) for place in range(len(going))]
 
@@ -278,10 +276,6 @@ class _LayerKeeper:
         self._plan, self._taps = plan, taps
         self._tensors: dict[str, Tensor] = {}
         self._routing: list[Tensor] = []
-
-    @staticmethod
-    def new_record(sequence: Sequence) -> Record:
-        return Record(len(sequence.ids), torch.tensor(sequence.sampled) if sequence.sampled else None)
 
     def add(self, sequence: Sequence, entered: LayerInput, output: LayerInput, found: Record) -> None:
         tensors = self._tensors
