@@ -10,6 +10,7 @@ setup(
     packages=[
         *find_packages(".", include=["quantkit", "quantkit.*"]),
         *find_packages("runtime", include=["quantkit_runtime", "quantkit_runtime.*"]),
+        *find_packages("runtime", include=["quantkit_instruments", "quantkit_instruments.*"]),
         "quantkit.recipes",
         "quantkit.calibration_data",
     ]

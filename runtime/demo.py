@@ -124,9 +124,9 @@ def _perplexities(model: Path, converted: Path, most: int) -> list[Row]:
 
     from quantkit.archs.modeling import load_tokenizer
     from quantkit.console import Progress
+    from quantkit_instruments.perplexity import change, from_losses, window_losses, windows
     from quantkit_runtime import device as devices
     from quantkit_runtime.graft import load_model
-    from quantkit_runtime.perplexity import change, from_losses, window_losses, windows
 
     console().rule(f"Perplexity of held-out text, float32, windows of {LENGTH}", align="left")
     logging.disable_progress_bar()

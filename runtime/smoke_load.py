@@ -13,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from quantkit.console import expected_failures
-from quantkit_runtime.commands.smoke_load import command
+from quantkit_instruments.commands.smoke_load import command
 
 if __name__ == "__main__":
     with expected_failures():

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RUNTIME_MAY_IMPORT = ("arithmetic", "archs", "compare", "console", "errors", "host", "spec")
 """`compare`: functions of models and arrays that a baseline and a comparison share; its imports have a test too."""
 COMPARE_MAY_IMPORT = ("arithmetic", "archs", "checkpoint.writer", "compare", "errors", "report", "rotation", "spec")
-LIGHT = ("quantkit.console", "quantkit.errors", "quantkit_runtime.commands.common")
+LIGHT = ("quantkit.console", "quantkit.errors", "quantkit_instruments.commands.common")
 LOW_LEVEL = ("quantkit.calibrate", "quantkit.convert", "quantkit.commands", "quantkit.cli", "quantkit.checkpoint")
 
 
@@ -44,9 +44,8 @@ def top_level_imports(path: Path) -> Iterator[str]:
 
 
 def test_the_toolkit_never_imports_the_runtime() -> None:
-    wrong = [
-        (path, name) for path in files("quantkit") for name in imports(path) if name.startswith("quantkit_runtime")
-    ]
+    above = ("quantkit_runtime", "quantkit_instruments")
+    wrong = [(path, name) for path in files("quantkit") for name in imports(path) if name.startswith(above)]
     assert not wrong
 
 
@@ -54,9 +53,23 @@ def test_the_runtime_imports_only_the_shared_core() -> None:
     allowed = tuple(f"quantkit.{name}" for name in RUNTIME_MAY_IMPORT)
     wrong = [
         (path.name, name)
-        for path in [*files("runtime/quantkit_runtime"), ROOT / "runtime" / "smoke_load.py"]
+        for path in [
+            *files("runtime/quantkit_runtime"),
+            *files("runtime/quantkit_instruments"),
+            ROOT / "runtime" / "smoke_load.py",
+        ]
         for name in imports(path)
         if name.startswith("quantkit.") and not name.startswith(allowed) and name != "quantkit.__version__"
+    ]
+    assert not wrong
+
+
+def test_the_runtime_never_imports_its_instruments() -> None:
+    wrong = [
+        (path, name)
+        for path in files("runtime/quantkit_runtime")
+        for name in imports(path)
+        if name.startswith("quantkit_instruments")
     ]
     assert not wrong
 
@@ -81,7 +94,7 @@ def test_the_core_does_not_know_the_commands(folder: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("folder", ["quantkit/commands", "runtime/quantkit_runtime/commands"])
+@pytest.mark.parametrize("folder", ["quantkit/commands", "runtime/quantkit_instruments/commands"])
 def test_command_modules_import_only_click_and_the_console(folder: str) -> None:
     standard = sys.stdlib_module_names
     for path in files(folder):
@@ -96,11 +109,11 @@ def test_command_modules_import_only_click_and_the_console(folder: str) -> None:
     "code",
     [
         "import quantkit.cli",
-        "import quantkit_runtime.cli",
+        "import quantkit_instruments.cli",
         "import quantkit.archs, quantkit.recipe, quantkit.spec.manifest, quantkit.spec.index",
         "import quantkit.cli as cli; cli.main(['--help'], standalone_mode=False)",
-        "import quantkit_runtime.cli as cli; cli.main(['--help'], standalone_mode=False)",
-        "import quantkit_runtime.cli as cli; cli.main(['smoke-load', '--help'], standalone_mode=False)",
+        "import quantkit_instruments.cli as cli; cli.main(['--help'], standalone_mode=False)",
+        "import quantkit_instruments.cli as cli; cli.main(['smoke-load', '--help'], standalone_mode=False)",
     ],
 )
 def test_what_must_start_at_once_loads_no_torch(code: str) -> None:

@@ -49,7 +49,7 @@ def measure(root: Path, rung: Rung, arithmetic: Arithmetic, work: Path, *, devic
     folder = root if plain else work / f"converted-{arithmetic.recipe.name}-{arithmetic.digest[:16]}"
     if not plain:
         convert(root, folder, arithmetic.recipe, calibration=arithmetic.calibration, form="sharded", mesh=Mesh())
-    command = [sys.executable, "-m", "quantkit_runtime.cli", "bench", str(folder), "--json", "--device", device]
+    command = [sys.executable, "-m", "quantkit_instruments.cli", "bench", str(folder), "--json", "--device", device]
     command += ["--dtype", "bfloat16" if plain else "auto"]
     command += ["--kv-keys", _dtype(rung.keys), "--kv-values", _dtype(rung.values)]
     command += ["--lengths", f"{PROMPT_TOKENS}", "--sweep-length", f"{PROMPT_TOKENS}", "--steps", f"{STEPS}"]

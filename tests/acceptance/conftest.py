@@ -28,7 +28,7 @@ def cli(*arguments: str | Path) -> Result:
 def smoke_load(*arguments: str | Path) -> Result:
     """`runtime/smoke_load.py` in this process."""
     from quantkit.console import expected_failures
-    from quantkit_runtime.commands.smoke_load import command
+    from quantkit_instruments.commands.smoke_load import command
 
     class Script(type(command)):  # type: ignore[misc]
         def invoke(self, ctx: object) -> object:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantkit_instruments.perplexity import change, window_losses
 from quantkit_runtime import device as devices
 from quantkit_runtime.graft import load_model
-from quantkit_runtime.perplexity import change, window_losses
 from tests.acceptance.conftest import MODELS, cli, succeeded
 from tests.bench.part1 import BOUNDS, held_out, in_transformers
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from quantkit.recipe import parse_recipe, shipped_recipes
-from quantkit_runtime.cli import main as runtime
+from quantkit_instruments.cli import main as runtime
 from tests.acceptance.conftest import ROOT, cli, smoke_load, succeeded
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

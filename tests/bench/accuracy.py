@@ -28,7 +28,7 @@ from convert_speed import fresh, last_line
 
 from quantkit.archs.modeling import load_tokenizer
 from quantkit.recipe import Calibration, shipped_recipes
-from quantkit_runtime.perplexity import windows
+from quantkit_instruments.perplexity import windows
 
 MODELS = common.ROOT / "tests" / "models"
 KINDS = ("code", "math", "english", "chinese")

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quantkit_instruments import tune
+from quantkit_instruments.timing import call_us, capture, copies, median_us
 from quantkit_runtime import device
-from quantkit_runtime.kernels import registry, tune
-from quantkit_runtime.kernels.timing import call_us, capture, copies, median_us
+from quantkit_runtime.kernels import registry
 from quantkit_runtime.kernels.tuning import VARIABLE, as_json, tuning
 
 BF16 = torch.bfloat16

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from quantkit.archs.modeling import load_tokenizer
+from quantkit_instruments.perplexity import windows
 from quantkit_runtime import device as devices
 from quantkit_runtime.graft import LoadedModel, load_model
 from quantkit_runtime.kv_cache import KvFormat
-from quantkit_runtime.perplexity import windows
 from quantkit_runtime.runner import Chunk, PagedRunner
 from quantkit_runtime.session import make_runner
 

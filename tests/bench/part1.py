@@ -29,7 +29,7 @@ from torch import Tensor
 from quantkit.archs.modeling import load_tokenizer
 from quantkit.convert.run import convert
 from quantkit.recipe import load_recipe
-from quantkit_runtime.perplexity import change, from_losses, window_losses, windows
+from quantkit_instruments.perplexity import change, from_losses, window_losses, windows
 from tests.acceptance.conftest import PYTHON, SMALL, cli, snapshot, succeeded
 from tests.acceptance.kill import run_killed
 

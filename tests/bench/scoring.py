@@ -2,7 +2,7 @@
 
 Every window goes through the source and all candidates before the next one, so nothing is stored and each difference is
 taken within a window. All in float32 (sums in float64):
-- perplexity: as `quantkit_runtime.perplexity` defines it, exp(mean negative log-likelihood) over windows;
+- perplexity: as `quantkit_instruments.perplexity` defines it, exp(mean negative log-likelihood) over windows;
 - KL: mean over predicted positions of KL(P_source || P_candidate) over the full vocabulary, in nats;
 - standard errors: of the mean over windows, of the paired differences where two models are compared (delta method).
 """

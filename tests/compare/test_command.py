@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from quantkit.compare.result import Comparison
 from quantkit.convert.run import convert
 from quantkit.recipe import load_recipe
-from quantkit_runtime.cli import main
-from quantkit_runtime.compare import Options, run
+from quantkit_instruments.cli import main
+from quantkit_instruments.compare import Options, run
 
 Make = Callable[[str], Path]
 

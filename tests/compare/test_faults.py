@@ -18,8 +18,8 @@ from torch import Tensor
 from quantkit.cli import main as quantkit
 from quantkit.compare.report import page, sentences
 from quantkit.compare.result import Comparison, Finding
-from quantkit_runtime.cli import main as runtime
-from quantkit_runtime.compare import Options, run
+from quantkit_instruments.cli import main as runtime
+from quantkit_instruments.compare import Options, run
 
 Make = Callable[[str], Path]
 

@@ -34,7 +34,7 @@ from quantkit.ladder.rungs import load_rungs, with_calibrations
 from quantkit.ladder.walk import RungPass, round_tokens_fp8
 from quantkit.recipe import load_recipe, validated
 from quantkit.spec.scheme import SCHEMES
-from quantkit_runtime.cli import main as runtime_cli
+from quantkit_instruments.cli import main as runtime_cli
 from quantkit_runtime.device import resolve
 from quantkit_runtime.graft import load_model
 from tests.browser import Browser, check_report
@@ -301,7 +301,7 @@ def test_speed_is_that_of_the_runtime(minimax: Path, tmp_path: Path, monkeypatch
     calls: list[list[str]] = []
 
     def run_here(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        assert command[1:3] == ["-m", "quantkit_runtime.cli"]
+        assert command[1:3] == ["-m", "quantkit_instruments.cli"]
         calls.append(command[3:])
         done = CliRunner().invoke(runtime_cli, command[3:])
         return subprocess.CompletedProcess(command, done.exit_code, done.stdout, done.stderr)

@@ -20,6 +20,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 TREES = {
     "quantkit": "quantkit",
     "runtime/quantkit_runtime": "quantkit_runtime",
+    "runtime/quantkit_instruments": "quantkit_instruments",
     "recipes": "quantkit/recipes",
     "calibration_data": "quantkit/calibration_data",
 }
@@ -79,11 +80,12 @@ def test_wheel_holds_nothing_else(wheel_names: set[str]) -> None:
     assert {name.split("/")[0] for name in wheel_names if ".dist-info/" not in name} == {
         "quantkit",
         "quantkit_runtime",
+        "quantkit_instruments",
     }
 
 
-@pytest.mark.parametrize("package", ["quantkit", "quantkit_runtime"])
-def test_wheel_marks_both_packages_as_typed(package: str, wheel_names: set[str]) -> None:
+@pytest.mark.parametrize("package", ["quantkit", "quantkit_runtime", "quantkit_instruments"])
+def test_wheel_marks_every_package_as_typed(package: str, wheel_names: set[str]) -> None:
     assert f"{package}/py.typed" in wheel_names
 
 

@@ -10,7 +10,7 @@ import pytest
 from quantkit.compare.report import page, sentences, write_report
 from quantkit.compare.result import Comparison, Difference, Finding, Operator
 from quantkit.report.page import load_strings
-from quantkit_runtime.compare import Options, run
+from quantkit_instruments.compare import Options, run
 from tests.browser import Browser, check_report
 
 

@@ -12,7 +12,7 @@ from quantkit.convert.run import convert
 from quantkit.errors import QuantkitError
 from quantkit.recipe import load_recipe
 from quantkit.spec.mesh import Mesh
-from quantkit_runtime import cli, comm
+from quantkit_instruments import cli, comm
 from quantkit_runtime import device as devices
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.graft import load_model

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from quantkit.archs.modeling import load_tokenizer
+from quantkit_instruments import smoke
+from quantkit_instruments.perplexity import perplexity, windows
 from quantkit_runtime import device as devices
-from quantkit_runtime import smoke
 from quantkit_runtime.graft import LoadedModel, load_model
 from quantkit_runtime.kernels import int_mm, reference
-from quantkit_runtime.perplexity import perplexity, windows
 from tests.runtime import outputs
 from tests.runtime.conftest import TINY
 from tests.runtime.test_kernels import SIZES, random_int8, ref_int32_product

@@ -15,7 +15,7 @@ import pytest
 from quantkit.convert.run import convert
 from quantkit.recipe import load_recipe
 from quantkit.spec.mesh import Mesh
-from quantkit_runtime.comm import COLLECTIVES
+from quantkit_instruments.comm import COLLECTIVES
 from tests.families import FAMILY_NAMES
 from tests.runtime import outputs, tasks
 from tests.runtime.world import World

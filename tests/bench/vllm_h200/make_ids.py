@@ -18,7 +18,7 @@ import transformers
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "runtime")]
 
-from quantkit_runtime.perplexity import windows
+from quantkit_instruments.perplexity import windows
 
 TEXTS = ROOT / "tests" / "models" / "texts"
 KINDS = ("code", "english", "math", "chinese")

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from quantkit.errors import InputError
-from quantkit_runtime.cli import main
+from quantkit_instruments.cli import main
 from quantkit_runtime.kernels import registry, tuning
 
 

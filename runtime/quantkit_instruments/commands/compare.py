@@ -9,7 +9,7 @@ import click
 
 from quantkit.console import console, json_option, print_json
 from quantkit.errors import VerificationError
-from quantkit_runtime.commands.common import device_option, dtype_option, no_verify_option, print_table
+from quantkit_instruments.commands.common import device_option, dtype_option, no_verify_option, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,7 +49,7 @@ def command(
       quantkit-runtime compare BASELINE OUT --report comparison.html
     """
     from quantkit.compare.report import check_place, sentences, write_report
-    from quantkit_runtime import compare
+    from quantkit_instruments import compare
 
     out = console(as_json)
     if report is not None:

@@ -13,8 +13,9 @@ import torch
 from click.testing import CliRunner
 
 from quantkit.archs.modeling import load_tokenizer
-from quantkit_runtime import bench, doctor, fuse
-from quantkit_runtime.cli import main
+from quantkit_instruments import bench, doctor
+from quantkit_instruments.cli import main
+from quantkit_runtime import fuse
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.graft import LoadedModel
 from quantkit_runtime.kv_cache import KvFormat

@@ -17,15 +17,16 @@ from click.testing import CliRunner
 from torch import nn
 
 from quantkit.errors import VerificationError
-from quantkit_runtime import graft, smoke
+from quantkit_instruments import smoke
+from quantkit_instruments.cli import main
+from quantkit_runtime import graft
 from quantkit_runtime.account import Account, GemmTrace, unfused
-from quantkit_runtime.cli import main
 from quantkit_runtime.graft import LoadedModel
 from quantkit_runtime.layers import Int8Experts, Int8Linear
 from tests.runtime import outputs
 from tests.runtime.conftest import TINY
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 Converted = Callable[..., Path]
 
 

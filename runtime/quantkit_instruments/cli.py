@@ -9,13 +9,13 @@ from quantkit import __version__
 from quantkit.console import LazyGroup, version_option
 
 COMMANDS = {
-    "bench": "quantkit_runtime.commands.bench",
-    "commcheck": "quantkit_runtime.commands.commcheck",
-    "compare": "quantkit_runtime.commands.compare",
-    "doctor": "quantkit_runtime.commands.doctor",
-    "generate": "quantkit_runtime.commands.generate",
-    "smoke-load": "quantkit_runtime.commands.smoke_load",
-    "tune": "quantkit_runtime.commands.tune",
+    "bench": "quantkit_instruments.commands.bench",
+    "commcheck": "quantkit_instruments.commands.commcheck",
+    "compare": "quantkit_instruments.commands.compare",
+    "doctor": "quantkit_instruments.commands.doctor",
+    "generate": "quantkit_instruments.commands.generate",
+    "smoke-load": "quantkit_instruments.commands.smoke_load",
+    "tune": "quantkit_instruments.commands.tune",
 }
 """Command -> module whose `command` implements it."""
 

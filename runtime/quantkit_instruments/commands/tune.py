@@ -24,9 +24,9 @@ def command(output: Path | None, as_json: bool) -> None:
     from dataclasses import asdict
 
     from quantkit.errors import UsageError
+    from quantkit_instruments.tune import Tuner, require_triton
     from quantkit_runtime import device as devices
     from quantkit_runtime.kernels import tuning
-    from quantkit_runtime.kernels.tune import Tuner, require_triton
 
     out, card = console(as_json), devices.resolve()
     if card.family == "cpu":

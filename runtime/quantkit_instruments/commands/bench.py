@@ -10,12 +10,18 @@ import click
 
 from quantkit.console import console, json_option, print_json
 from quantkit.errors import UsageError
-from quantkit_runtime.commands.common import open_session, print_session, print_table, session_options, session_report
+from quantkit_instruments.commands.common import (
+    open_session,
+    print_session,
+    print_table,
+    session_options,
+    session_report,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from quantkit_runtime.bench import Speeds
+    from quantkit_instruments.bench import Speeds
 
 
 def _numbers(_: click.Context, param: click.Parameter, value: str) -> list[int]:
@@ -63,7 +69,7 @@ def command(
       quantkit-runtime bench OUT --baseline bf16 SOURCE --json > bench.json
       quantkit-runtime bench OUT --ablate --lengths 512 --batches 1
     """
-    from quantkit_runtime import bench
+    from quantkit_instruments import bench
     from quantkit_runtime import device as devices
     from quantkit_runtime.loader import require_folder
     from quantkit_runtime.parallel import leave

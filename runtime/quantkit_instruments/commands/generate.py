@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from quantkit.console import console, json_option, print_json
-from quantkit_runtime.commands.common import open_session, print_session, session_options, session_report
+from quantkit_instruments.commands.common import open_session, print_session, session_options, session_report
 
 
 @click.command("generate")

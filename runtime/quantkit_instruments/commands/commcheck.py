@@ -9,7 +9,7 @@ import click
 
 from quantkit.console import console, json_option, print_json
 from quantkit.errors import UsageError, VerificationError
-from quantkit_runtime.commands.common import device_option, print_table
+from quantkit_instruments.commands.common import device_option, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,11 +37,12 @@ def command(
 
     \b
     Example:
-      torchrun --nproc-per-node 8 -m quantkit_runtime.cli commcheck --tp 4 --pp 2
+      torchrun --nproc-per-node 8 -m quantkit_instruments.cli commcheck --tp 4 --pp 2
     """
     from quantkit.spec.mesh import Mesh
-    from quantkit_runtime import comm, parallel
+    from quantkit_instruments import comm
     from quantkit_runtime import device as devices
+    from quantkit_runtime import parallel
     from quantkit_runtime.loader import mesh_of
 
     on = devices.resolve(device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.console import console, json_option, print_json
-from quantkit_runtime.commands.common import (
+from quantkit_instruments.commands.common import (
     device_option,
     dtype_option,
     human_size,
@@ -20,9 +20,9 @@ from quantkit_runtime.commands.common import (
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from quantkit_instruments.smoke import Result
     from quantkit_runtime.graft import LoadedModel
     from quantkit_runtime.memory import MemoryPlan
-    from quantkit_runtime.smoke import Result
 
 
 @click.command("smoke-load")
@@ -44,9 +44,9 @@ def command(
     \b
     Example:
       quantkit-runtime smoke-load OUT --prompt "Once upon a time" --max-new-tokens 40
-      torchrun --nproc-per-node 4 -m quantkit_runtime.cli smoke-load SHARDS
+      torchrun --nproc-per-node 4 -m quantkit_instruments.cli smoke-load SHARDS
     """
-    from quantkit_runtime import smoke
+    from quantkit_instruments import smoke
     from quantkit_runtime.parallel import leave
 
     out = console(as_json)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UsageError
+from quantkit_instruments.timing import Call, call_us, copies
 from quantkit_runtime import device
 from quantkit_runtime.kernels import gemv, registry
-from quantkit_runtime.kernels.timing import Call, call_us, copies
 from quantkit_runtime.kernels.tuning import Attention, Streaming, Tile, Tuning, tuning
 
 SHAPES = ((12288, 4096), (4096, 12288))

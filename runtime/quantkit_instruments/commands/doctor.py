@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from quantkit.console import console, json_option, print_json
-from quantkit_runtime.commands.common import print_table
+from quantkit_instruments.commands.common import print_table
 
 
 @click.command("doctor")
@@ -27,7 +27,7 @@ def command(folder: Path | None, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
-    from quantkit_runtime import doctor
+    from quantkit_instruments import doctor
 
     findings = doctor.examine(folder)
     code = doctor.exit_code(findings)

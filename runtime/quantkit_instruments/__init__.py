@@ -1,0 +1,1 @@
+"""What measures and proves the runtime: its commands, and the instruments behind them; never imported by it."""
