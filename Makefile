@@ -39,7 +39,7 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help venv demo test lint lint-format lint-rules lint-types format smollm2 clean
-.PHONY: kernels kernel-tools bench-gpu peers bench bench-accuracy interop interop-acceptance
+.PHONY: kernels kernel-tools bench-gpu peers bench bench-summary bench-accuracy interop interop-acceptance
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -123,6 +123,10 @@ bench: peers  ## time and memory: conversion, verification, planning, calibratio
 	@$(BENCH)/many_tensors.py $(BENCH_ARGS)
 	@$(BENCH)/calibrate_memory.py $(BENCH_ARGS)
 	@$(BENCH)/faults.py $(BENCH_ARGS)
+	@$(BENCH)/summary.py $(BENCH_ARGS)
+
+bench-summary: venv  ## the closing table and plots of all results that are there, without measuring
+	@$(BENCH)/summary.py $(BENCH_ARGS)
 
 bench-accuracy: peers smollm2  ## perplexity and KL of every recipe and of the peer; SMALL=1 for a trial
 	@$(BENCH)/accuracy.py $(BENCH_ARGS)

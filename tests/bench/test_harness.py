@@ -142,3 +142,32 @@ def test_missed_targets_are_marked(capsys):
     report.target("share", 0.95, 0.9, at_most=False)
     assert [row["met"] for row in report.data["targets"]] == [False, True]
     assert "MISSED" in capsys.readouterr().out
+
+
+def test_the_summary_says_what_the_results_say(tmp_path, capsys, monkeypatch):
+    import common
+    import summary
+
+    monkeypatch.setattr(common, "SCRATCH", tmp_path)
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    report = common.Report("convert_speed", True, {})
+    report.target("ratio", 2.0, 1.5)
+    report.target("share", 0.95, 0.9, at_most=False)
+    report.target("lost files", 0, 0)
+    report.target("found files", 1, 0)
+    report.data |= {"source_bytes": 10**9, "candidates": {"quantkit": {"compared_seconds": 2.0}}}
+    report.write()
+    (tmp_path / "results/other.json").write_text('{"no": "targets"}')
+    found = summary.results(tmp_path / "results")
+    rows = summary.targets(found)
+    assert list(found) == ["convert_speed"]
+    assert [row.share for row in rows] == [pytest.approx(4 / 3), pytest.approx(0.9 / 0.95), 0.0, 3.0]
+    capsys.readouterr()
+    summary.show(found, rows)
+    shown = capsys.readouterr().out
+    assert [line.split()[-1] for line in shown.splitlines()[-6:-2]] == ["MISSED", "met", "met", "MISSED"]
+    assert shown.endswith("2 of 4 targets met, 2 missed\n")
+    first = {path.name: path.read_bytes() for path in summary.plot(found, rows, tmp_path)}
+    assert {path.name: path.read_bytes() for path in summary.plot(found, rows, tmp_path)} == first
+    assert list(first) == ["targets.svg", "convert_speed.svg"]
+    assert b"lost files (convert_speed)" in first["targets.svg"]
