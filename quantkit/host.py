@@ -1,12 +1,23 @@
-"""What this host has left: memory within the control group that this process runs in."""
+"""What this host has: memory left within the control group that this process runs in, and the software it runs."""
 
 from __future__ import annotations
 
+import hashlib
+import platform
+from collections.abc import Iterator
+from functools import cache
+from importlib import metadata, util
 from pathlib import Path
 
 import psutil
 
+from quantkit import __version__
+
 CGROUP = Path("/sys/fs/cgroup")
+DRIVERS = ("amdgpu", "hydcu", "hycu", "nvidia")
+"""Kernel modules of the cards that the runtime knows."""
+_TRITONS = ("triton", "pytorch-triton-rocm", "pytorch-triton")
+"""Distributions that bring the package `triton`."""
 
 
 def free_memory() -> int:
@@ -25,3 +36,64 @@ def _cgroup_free() -> int:
     if limit == "max":
         return 2**63
     return max(0, int(limit) - used + int(cached.get("inactive_file", 0)))
+
+
+@cache
+def versions() -> dict[str, str]:
+    """The software of this process by the names of `spec.environment.NAMES`; imports torch."""
+    import torch
+
+    built = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    return {
+        "quantkit": __version__,
+        "kernels": _kernels_digest(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "stack": built if torch.version.hip or torch.version.cuda else "CPU",
+        "driver": ", ".join(driver_versions()),
+        "triton": triton_version(),
+        **{name: _version(name) for name in ("transformers", "safetensors", "numpy")},
+    }
+
+
+def driver_versions(root: Path = Path("/")) -> Iterator[str]:
+    """`nvidia 550.54` for each loaded driver; one that is part of the kernel has the kernel's version."""
+    for name in DRIVERS:
+        module = root / "sys/module" / name
+        if module.is_dir():
+            version = _read(module / "version") or f"of Linux {_read(root / 'proc/sys/kernel/osrelease')}"
+            yield f"{name} {version}"
+
+
+def triton_version() -> str:
+    """Version of Triton, "" when it cannot be imported."""
+    if util.find_spec("triton") is None:
+        return ""
+    return next((found for name in _TRITONS if (found := _version(name))), "of an unknown version")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _kernels_digest() -> str:
+    """sha256 over names and bytes of the runtime's kernels, which are read and not imported; "" without them."""
+    runtime = util.find_spec("quantkit_runtime")
+    folders = [Path(place) / "kernels" for place in (runtime.submodule_search_locations or ())] if runtime else []
+    digest, found = hashlib.sha256(), False
+    for folder in folders:
+        for path in sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
+            digest.update(f"{path.relative_to(folder).as_posix()}\0".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+            found = True
+    return digest.hexdigest() if found else ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

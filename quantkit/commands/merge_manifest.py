@@ -32,10 +32,11 @@ def command(
 
     All other options are those that OUT has recorded. The plan is made again from the headers of MODEL, every unit of
     work is looked up, and the missing ones are listed by part (exit code 3). OUT then equals that of one machine, byte
-    for byte.
+    for byte; where the machines have other software, the manifest lists that of each.
     """
     from quantkit.convert.parts import merge_manifest, prepare_recorded
     from quantkit.convert.signing import signer
+    from quantkit.spec.environment import mixed
 
     sign = signer(sign_key) if sign_key is not None else None
     prepared = prepare_recorded(out, source, calibration=calibration, ignore_index=ignore_index)
@@ -43,8 +44,11 @@ def command(
     if sign is not None:
         sign(out)
     if as_json:
-        print_json({"out": str(out), "tensors": len(manifest.tensors), "options_digest": manifest.options_digest})
+        sizes = {"tensors": len(manifest.tensors), "options_digest": manifest.options_digest}
+        print_json({"out": str(out), **sizes, "mixed_versions": mixed(manifest.environments)})
         return
     shown = console()
     shown.print(f"{out}: {manifest.form} of {len(manifest.tensors):,} tensors, all parts are there", markup=False)
+    for line in mixed(manifest.environments):
+        shown.print(f"note: the machines of the parts differ: {line}; the manifest lists each", markup=False)
     shown.print(f"next: quantkit verify {quoted(out)} --source {quoted(source)}", markup=False, soft_wrap=True)

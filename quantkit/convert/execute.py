@@ -28,6 +28,7 @@ from quantkit.convert.packing import packed
 from quantkit.convert.transforms import open_transformed
 from quantkit.convert.units import Plan, PlannedFile
 from quantkit.errors import QuantkitError
+from quantkit.host import versions
 from quantkit.outdir import OutputFolder
 from quantkit.recipe import Recipe
 from quantkit.threads import one_thread_per_operation
@@ -50,12 +51,13 @@ class SourceSpec:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Outcome of a unit of work, as it stands in the journal."""
+    """Outcome of a unit of work, as it stands in the journal; `versions` of the machine that computed its tensors."""
 
     name: str
     size: int
     sha256: str
     tensors: tuple[WrittenTensor, ...] = ()
+    versions: dict[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,8 @@ def _recall(journal: Path, out: Path, job: Job) -> Done | None:
         raw = json.loads((journal / _entry_name(job)).read_bytes())
     except (OSError, ValueError):
         return None
-    done = Done(raw["name"], raw["size"], raw["sha256"], tuple(WrittenTensor(**row) for row in raw["tensors"]))
+    written = tuple(WrittenTensor(**row) for row in raw["tensors"])
+    done = Done(raw["name"], raw["size"], raw["sha256"], written, raw.get("versions"))
     if job.hashed:
         return done
     path = out / done.name
@@ -197,7 +200,7 @@ def run_job(job: Job, source: Source, scales: Calibrated | None, out: Path, on_b
         lambda name: packed(tensors[name], producer.produce(tensors[name])),
         on_bytes,
     )
-    return Done(job.planned.name, result.size, result.sha256, tuple(written))
+    return Done(job.planned.name, result.size, result.sha256, tuple(written), versions())
 
 
 def _run_all(jobs: list[Job], spec: SourceSpec, source: Source, out: Path, workers: int) -> Iterator[tuple[Job, Done]]:

@@ -24,6 +24,7 @@ from quantkit.garbage import collection_paused
 from quantkit.outdir import OutputFolder, check_place, exclusive, options_digest, prepare_output
 from quantkit.recipe import Recipe
 from quantkit.spec.calibration import Artifact, KvSummary
+from quantkit.spec.environment import distinct
 from quantkit.spec.layout import layout_named
 from quantkit.spec.manifest import (
     CHECKPOINT_NAME,
@@ -277,6 +278,7 @@ def _manifest(prepared: Prepared, out: OutputFolder, done: dict[str, Done]) -> M
         dropped=plan_.dropped,
         ranks=plan_.ranks,
         parameters=plan_.parameters,
+        environments=distinct(row.versions for row in written.values() if row.versions),
     )
 
 

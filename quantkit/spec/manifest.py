@@ -1,7 +1,8 @@
 """The manifest of a conversion: what every written byte is and where it came from.
 
 It stands in both output forms as `quantkit_manifest.json` (checkpoint) or `manifest.json` (sharded). It holds no time
-stamps, host names or absolute paths: equal input and options give equal bytes.
+stamps, host names or absolute paths: equal input and options give equal bytes on one machine. Machines with other
+software differ in `environments` alone, which `digest` leaves out: it is the same wherever the same was converted.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pydantic.dataclasses import dataclass
 
 from quantkit.errors import InputError
 from quantkit.spec.document import Strict, problems_of
+from quantkit.spec.environment import Environment
 from quantkit.spec.manifest_checks import contradictions, outside_names
 from quantkit.spec.mesh import Mesh
 from quantkit.spec.transform import Step
@@ -161,7 +163,11 @@ class Manifest(Strict):
         dropped: every source tensor that was not written.
         ranks: what each rank reads.
         parameters: number of parameters of the source, scales not counted.
-        digest: sha256 over this manifest with an empty digest, so that a changed manifest is found too.
+        environments: the software of every machine that wrote weights, each once; several after `convert --part` or
+            `--ray` over machines that differ, or after an upgrade between a crash and its continuation. Each has a
+            digest of its own. Empty in manifests of before 0.1.0.
+        digest: sha256 over this manifest with an empty digest and no environments: it identifies the content, and a
+            changed manifest is found.
     """
 
     format_version: Literal[1] = 1
@@ -182,6 +188,7 @@ class Manifest(Strict):
     dropped: tuple[Dropped, ...] = ()
     ranks: tuple[RankFiles, ...] = ()
     parameters: int
+    environments: tuple[Environment, ...] = ()
     digest: str = ""
 
 
@@ -219,7 +226,7 @@ def read_manifest(path: Path) -> Manifest:
 def sealed(manifest: Manifest) -> Manifest:
     """The same manifest with its digest filled in."""
     digest = hashlib.sha256()
-    for piece in manifest_chunks(manifest.model_copy(update={"digest": ""})):
+    for piece in manifest_chunks(manifest.model_copy(update={"digest": "", "environments": ()})):
         digest.update(piece)
     return manifest.model_copy(update={"digest": digest.hexdigest()})
 
@@ -240,9 +247,11 @@ def _is_canonical(raw: bytes, manifest: Manifest) -> bool:
     for name, text in _pieces(manifest):
         if view[position : position + len(text)] != text:
             return False
-        digest.update(b'""' if name == "digest" else text)
+        if name != "environments":
+            digest.update(b'""' if name == "digest" else text)
         position += len(text)
-    return position == len(raw) and digest.hexdigest() == manifest.digest
+    intact = all(environment.intact for environment in manifest.environments)
+    return position == len(raw) and digest.hexdigest() == manifest.digest and intact
 
 
 _TENSOR_FIELDS = tuple(sorted(field.name for field in fields(TensorRecord)))
@@ -254,7 +263,9 @@ def _pieces(manifest: Manifest) -> Iterator[tuple[str, bytes]]:
     values = manifest.model_dump(mode="json", exclude={"tensors"})
     lead = "{"
     for name in sorted(type(manifest).model_fields):
-        yield "", f'{lead}"{name}": '.encode()
+        if name == "environments" and not manifest.environments:
+            continue
+        yield name if name == "environments" else "", f'{lead}"{name}": '.encode()
         lead = ", "
         if name == "tensors":
             yield from ((name, text) for text in _record_texts(manifest.tensors))

@@ -24,8 +24,10 @@ from quantkit.convert.run import Prepared, convert, prepare
 from quantkit.convert.units import PlannedFile
 from quantkit.convert.verify import verify
 from quantkit.errors import QuantkitError, UsageError
+from quantkit.host import versions
 from quantkit.outdir import create_once, exclusive_part, prepare_output
 from quantkit.recipe import Recipe, load_recipe
+from quantkit.spec.manifest import read_manifest
 from quantkit.spec.mesh import Mesh
 from tests.convert.helpers import tree
 from tests.convert.test_crash import SHARD_BYTES, assert_whole_files, counted, in_child
@@ -102,6 +104,24 @@ def test_all_parts_start_at_the_same_moment(model: Path, tmp_path: Path, alone: 
     assert [process.exitcode for process in running] == [0] * 4
     merge_manifest(prepare_recorded(out, model), out)
     assert tree(out) == alone["checkpoint"]
+
+
+def test_machines_with_other_software_are_all_listed(
+    model: Path, tmp_path: Path, alone: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The content is that of one machine; what differs is the list of environments, and nothing is lost from it."""
+    out, here = tmp_path / "out", versions()
+    for number, driver in ((1, "amdgpu 6.8.5"), (2, "amdgpu 6.12.12"), (3, "amdgpu 6.8.5")):
+        monkeypatch.setattr("quantkit.convert.execute.versions", lambda driver=driver: {**here, "driver": driver})
+        do_part(model, out, number, 3)
+    done = quantkit("merge-manifest", out, "--source", model)
+    assert done.exit_code == 0, done.output
+    assert "driver amdgpu 6.12.12 / amdgpu 6.8.5" in done.output
+    manifest = read_manifest(out / "quantkit_manifest.json")
+    assert sorted(each.versions["driver"] for each in manifest.environments) == ["amdgpu 6.12.12", "amdgpu 6.8.5"]
+    names = [name for name in alone["checkpoint"] if name != "quantkit_manifest.json"]
+    assert {name: tree(out)[name] for name in names} == {name: alone["checkpoint"][name] for name in names}
+    assert verify(out, source=model).passed
 
 
 def count_calls(name: str, work: Callable[[], object], patch: pytest.MonkeyPatch) -> int:

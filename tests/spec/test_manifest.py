@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import InputError
+from quantkit.spec.environment import Environment, changes, distinct, mixed
 from quantkit.spec.manifest import Manifest, OutputFile, manifest_bytes, read_manifest
 
 
@@ -72,3 +73,38 @@ def test_files_stay_inside(name: str, tmp_path: Path) -> None:
     path.write_bytes(manifest_bytes(example(files=(OutputFile(name=name, size=1, sha256="0"),))))
     with pytest.raises(InputError, match="outside its folder"):
         read_manifest(path)
+
+
+HERE = {"torch": "2.13.0", "driver": "nvidia 550", "kernels": "ab" * 32}
+
+
+def test_the_environment_is_kept_and_identifies_nothing(tmp_path: Path) -> None:
+    path, kept = tmp_path / "manifest.json", distinct([HERE, dict(reversed(HERE.items())), {**HERE, "torch": "2.9.0"}])
+    assert len(kept) == 2
+    path.write_bytes(manifest_bytes(example(environments=kept)))
+    found = read_manifest(path)
+    assert found.environments == kept
+    path.write_bytes(manifest_bytes(example()))
+    assert read_manifest(path).digest == found.digest
+    assert b"environments" not in path.read_bytes(), "as manifests were before they had any"
+
+
+def test_a_changed_environment_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    raw = manifest_bytes(example(environments=distinct([HERE])))
+    path.write_bytes(raw.replace(b"2.13.0", b"2.12.0"))
+    with pytest.raises(InputError, match="changed or damaged"):
+        read_manifest(path)
+
+
+def test_what_changed_is_said_version_by_version() -> None:
+    records = distinct([HERE, {**HERE, "torch": "2.9.0"}])
+    assert changes([Environment.of(HERE)], HERE) == []
+    now = {**HERE, "driver": "", "kernels": "cd" * 32, "numpy": "2"}
+    assert [row.line for row in changes(records, now)] == [
+        f"kernels {'ab' * 6}, now {'cd' * 6}",
+        "torch 2.13.0 / 2.9.0, now 2.13.0",
+        "driver nvidia 550, now none",
+    ]
+    assert mixed(records) == ["torch 2.13.0 / 2.9.0"]
+    assert mixed(records[:1]) == []
