@@ -16,6 +16,7 @@ from quantkit import __version__
 CGROUP = Path("/sys/fs/cgroup")
 DRIVERS = ("amdgpu", "hydcu", "hycu", "nvidia")
 """Kernel modules of the cards that the runtime knows."""
+_SOURCES = (".py", ".hip", ".cpp", ".h", ".json")
 _TRITONS = ("triton", "pytorch-triton-rocm", "pytorch-triton")
 """Distributions that bring the package `triton`."""
 
@@ -85,7 +86,7 @@ def _kernels_digest() -> str:
     folders = [Path(place) / "kernels" for place in (runtime.submodule_search_locations or ())] if runtime else []
     digest, found = hashlib.sha256(), False
     for folder in folders:
-        for path in sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in _SOURCES):
             digest.update(f"{path.relative_to(folder).as_posix()}\0".encode())
             digest.update(hashlib.sha256(path.read_bytes()).digest())
             found = True
