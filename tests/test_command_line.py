@@ -16,8 +16,8 @@ from click.testing import CliRunner
 
 from quantkit import console, errors
 from quantkit.cli import main as toolkit
-from quantkit_runtime import doctor
-from quantkit_runtime.cli import main as runtime
+from quantkit_instruments import doctor
+from quantkit_instruments.cli import main as runtime
 
 TABLE = Path(__file__).with_name("command_line.txt")
 PROGRAMS = {"quantkit": toolkit, "quantkit-runtime": runtime}

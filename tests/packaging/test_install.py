@@ -17,9 +17,24 @@ import pytest
 
 from quantkit.host import versions
 from quantkit.recipe import shipped_recipes
-from tests.packaging.test_packaging import PYPROJECT, ROOT, run, tracked_files
+from tests.packaging.test_packaging import PYPROJECT, ROOT, run
+
+# Folder in the repository -> folder in the wheel.
+TREES = {
+    "quantkit": "quantkit",
+    "runtime/quantkit_runtime": "quantkit_runtime",
+    "runtime/quantkit_instruments": "quantkit_instruments",
+    "recipes": "quantkit/recipes",
+    "calibration_data": "quantkit/calibration_data",
+}
 
 MODEL = ROOT / "tests" / "models" / "tiny-minimax-m2"
+
+
+def tracked_files() -> list[Path]:
+    """What git tracks or would track, relative to ROOT: build products and caches are left out."""
+    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).stdout
+    return [Path(name) for name in listed.split("\0") if name and (ROOT / name).is_file()]
 
 
 def contents(wheel: Path) -> dict[str, str]:
@@ -30,7 +45,7 @@ def contents(wheel: Path) -> dict[str, str]:
 
 
 def build_wheel(source: Path, out: Path) -> Path:
-    """A wheel of a copy of the sources."""
+    """A wheel; the newest setuptools is in this environment already, isolation would ask an index for it."""
     offline = ("--no-deps", "--no-build-isolation", "--no-index")
     run(sys.executable, "-m", "pip", "wheel", *offline, "--wheel-dir", out, source)
     (wheel,) = out.glob("quantkit-*-py3-none-any.whl")
@@ -39,6 +54,7 @@ def build_wheel(source: Path, out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, so that the checkout gets no build folders."""
     folder = tmp_path_factory.mktemp("source")
     for path in tracked_files():
         if path.parts[0] != "tests":
@@ -63,6 +79,11 @@ def unpacked(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from the source distribution, as an installer without a wheel does."""
     return build_wheel(unpacked, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def wheel_names(wheel: Path) -> set[str]:
+    return set(contents(wheel))
 
 
 class Installed:
@@ -94,6 +115,27 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
 
 def test_the_wheel_of_the_source_distribution_is_that_of_the_tree(source: Path, wheel: Path, tmp_path: Path) -> None:
     assert contents(wheel) == contents(build_wheel(source, tmp_path))
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_wheel_holds_every_file_of_the_tree(tree: str, wheel_names: set[str]) -> None:
+    files = [path.relative_to(tree) for path in tracked_files() if path.is_relative_to(tree)]
+    assert Path("__init__.py") in files
+    missing = [str(path) for path in files if f"{TREES[tree]}/{path.as_posix()}" not in wheel_names]
+    assert not missing, f"add the file type to [tool.setuptools.package-data], or an __init__.py: {missing}"
+
+
+def test_wheel_holds_nothing_else(wheel_names: set[str]) -> None:
+    assert {name.split("/")[0] for name in wheel_names if ".dist-info/" not in name} == {
+        "quantkit",
+        "quantkit_runtime",
+        "quantkit_instruments",
+    }
+
+
+@pytest.mark.parametrize("package", ["quantkit", "quantkit_runtime", "quantkit_instruments"])
+def test_wheel_marks_every_package_as_typed(package: str, wheel_names: set[str]) -> None:
+    assert f"{package}/py.typed" in wheel_names
 
 
 def test_the_source_distribution_holds_what_its_readers_need(unpacked: Path) -> None:

@@ -1,6 +1,6 @@
-"""The distribution: what the wheel holds, that a vendor's torch survives an install, what start-up imports.
+"""The distribution: that a vendor's torch survives an install, and what start-up imports.
 
-No network: wheels are built without isolation and pip resolves against a folder of stub wheels.
+No network: pip resolves against a folder of stub wheels.
 """
 
 import json
@@ -15,15 +15,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-
-# Folder in the repository -> folder in the wheel.
-TREES = {
-    "quantkit": "quantkit",
-    "runtime/quantkit_runtime": "quantkit_runtime",
-    "runtime/quantkit_instruments": "quantkit_instruments",
-    "recipes": "quantkit/recipes",
-    "calibration_data": "quantkit/calibration_data",
-}
 
 # pip must see neither this machine's configuration nor its index: the outcome depends on the stubs alone.
 HERMETIC = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTHON", "VIRTUAL_ENV"))} | {
@@ -41,52 +32,7 @@ def run(*command: str | Path, check: bool = True, **options) -> subprocess.Compl
     return done
 
 
-# --------------------------------------------------------------------------------------------- wheel
-
-
-def tracked_files() -> list[Path]:
-    """What git tracks or would track, relative to ROOT: build products and caches are left out."""
-    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).stdout
-    return [Path(name) for name in listed.split("\0") if name and (ROOT / name).is_file()]
-
-
-@pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names in a wheel that was built from a copy, so that the checkout gets no build folders."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for path in tracked_files():
-        if path.parts[0] != "tests":
-            (source / path).parent.mkdir(parents=True, exist_ok=True)
-            (source / path).write_bytes((ROOT / path).read_bytes())
-    # The newest setuptools is in this environment already; isolation would ask an index for it.
-    run(
-        *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"),
-        *("--wheel-dir", out, source),
-    )
-    (wheel,) = out.glob("quantkit-*-py3-none-any.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        return set(archive.namelist())
-
-
-@pytest.mark.parametrize("tree", TREES)
-def test_wheel_holds_every_file_of_the_tree(tree: str, wheel_names: set[str]) -> None:
-    files = [path.relative_to(tree) for path in tracked_files() if path.is_relative_to(tree)]
-    assert Path("__init__.py") in files
-    missing = [str(path) for path in files if f"{TREES[tree]}/{path.as_posix()}" not in wheel_names]
-    assert not missing, f"add the file type to [tool.setuptools.package-data], or an __init__.py: {missing}"
-
-
-def test_wheel_holds_nothing_else(wheel_names: set[str]) -> None:
-    assert {name.split("/")[0] for name in wheel_names if ".dist-info/" not in name} == {
-        "quantkit",
-        "quantkit_runtime",
-        "quantkit_instruments",
-    }
-
-
-@pytest.mark.parametrize("package", ["quantkit", "quantkit_runtime", "quantkit_instruments"])
-def test_wheel_marks_every_package_as_typed(package: str, wheel_names: set[str]) -> None:
-    assert f"{package}/py.typed" in wheel_names
+# ------------------------------------------------------------------------------------------ requirements
 
 
 def test_tested_versions_cover_every_requirement() -> None:
