@@ -10,7 +10,8 @@ import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from quantkit.archs import architecture_for
+from quantkit.archs import Architecture, Key, architecture_for, with_roles
+from quantkit.archs.parser import NameParser
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import TEMPORARY_SUFFIX
 from quantkit.convert.checkpoint_form import linear_modules
@@ -118,10 +119,28 @@ def _model(folder: Path, manifest: Manifest) -> tuple[int, list[str], str]:
         for field, value in said.items()
         if value != getattr(manifest, field)
     ]
-    roles = {record.role for record in manifest.tensors}
-    for role in sorted(roles):
+    arch = with_roles(arch, recorded_roles(manifest))
+    for role in sorted({record.role for record in manifest.tensors}):
         arch.role(role)
-    return len(said) + len(roles), failures, ""
+    failures += _names(manifest, arch)
+    return len(said) + len(manifest.tensors), failures, ""
+
+
+def _names(manifest: Manifest, arch: Architecture) -> list[str]:
+    """Layer, role and part of each record against its name, which is what engines and ranks load it by."""
+    parse = NameParser(arch).parse
+    failures = []
+    for record in manifest.tensors:
+        said = Key(record.layer, record.role, None, record.part)
+        if manifest.form == "sharded":
+            start, end = said.shard_name.removesuffix(record.part), f".{record.part}"
+            agrees = record.name.startswith(start) and f".{record.name}".endswith(end)
+        else:
+            key = parse(record.name)
+            agrees = key is not None and key._replace(expert=None, label="") == said
+        if not agrees:
+            failures.append(f"{record.file}: {record.name}: its name is not of {said.shard_name}")
+    return failures
 
 
 def _check_files(folder: Path, manifest: Manifest, quick: bool, jobs: int, checks: Checks) -> None:

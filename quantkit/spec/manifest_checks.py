@@ -1,13 +1,15 @@
 """Whether a manifest agrees with itself, before anything trusts it: it may come from anywhere.
 
 What is checked is all that a reader relies on: files lie inside the folder and are listed, sizes follow from shapes,
-slices lie inside the whole tensor, and what one record names exists. No file is opened.
+slices lie inside the whole tensor, what one record names exists, and everything stands once and in its order. No file
+is opened.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -48,11 +50,20 @@ def _of_files(manifest: Manifest) -> Iterator[str]:
     sizes = {file.name: file.size for file in manifest.files}
     if len(sizes) != len(manifest.files):
         yield "files: a name stands twice"
+    elif list(sizes) != sorted(sizes):
+        yield "files: they are not in the order of their names"
+    read = [file.name for file in manifest.source_files]
+    if read != sorted(set(read)):
+        yield "source_files: they do not stand once and in the order of their names"
     numbers = [rank.rank for rank in manifest.ranks]
     if len(set(numbers)) < len(numbers) or not all(0 <= number < manifest.mesh.world for number in numbers):
         yield f"ranks: {numbers} of a mesh of {manifest.mesh.world}"
+    elif numbers != sorted(numbers):
+        yield f"ranks: {numbers} are not in order"
     for rank in manifest.ranks:
         yield from (f"rank {rank.rank}: {name} is none of the files" for name in rank.files if name not in sizes)
+        if len(set(rank.files)) < len(rank.files):
+            yield f"rank {rank.rank}: it reads a file twice"
 
 
 def _of_tensors(manifest: Manifest) -> Iterator[str]:
@@ -62,10 +73,20 @@ def _of_tensors(manifest: Manifest) -> Iterator[str]:
         there = files.setdefault(record.file, {})
         if there.setdefault(record.name, record) is not record:
             yield f"{record.file}: {record.name} stands twice"
+    for one, next_ in pairwise(manifest.tensors):
+        if _place(one) > _place(next_):
+            yield f"{next_.file}: {next_.name}: it does not stand by file and offset"
     for record in manifest.tensors:
+        if record.alias and not manifest.tied_embeddings:
+            yield f"{record.file}: {record.name}: an alias, but no ends are tied"
         problem = _problem(record, sizes, files[record.file])
         if problem:
             yield f"{record.file}: {record.name}: {problem}"
+
+
+def _place(record: TensorRecord) -> tuple[str, int, bool]:
+    """What records are sorted by; an alias comes after the tensor whose bytes it shares."""
+    return record.file, record.offset, bool(record.alias)
 
 
 def _problem(record: TensorRecord, sizes: Mapping[str, int], beside: Mapping[str, TensorRecord]) -> str:
@@ -76,6 +97,8 @@ def _problem(record: TensorRecord, sizes: Mapping[str, int], beside: Mapping[str
         return f"no dtype is called {record.dtype}"
     if record.layout not in LAYOUTS:
         return f"no layout is called {record.layout}"
+    if record.target != LAYOUTS[record.layout].target:
+        return f"layout {record.layout} is not for the target {record.target or '(none)'}"
     if max(len(record.shape), len(record.global_shape)) > MAX_DIMENSIONS or min(record.shape, default=0) < 0:
         return f"no tensor has the shape {list(record.shape)}"
     if tensor_nbytes(record.dtype, record.shape) != record.nbytes:
@@ -86,6 +109,10 @@ def _problem(record: TensorRecord, sizes: Mapping[str, int], beside: Mapping[str
         return f"its alias {record.alias} is not in the file"
     if record.scheme not in SCHEMES:
         return f"no scheme is called {record.scheme}"
+    if record.part == "weight" and SCHEMES[record.scheme].is_int8 != (record.dtype == "I8" and bool(record.scale)):
+        return f"{record.dtype} {'with' if record.scale else 'without'} scales is not of the scheme {record.scheme}"
+    if len(set(record.sources)) < len(record.sources):
+        return "one of its sources stands twice"
     return _slices_problem(record) or (_scale_problem(record, beside.get(record.scale)) if record.scale else "")
 
 

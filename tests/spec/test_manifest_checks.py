@@ -15,7 +15,7 @@ from quantkit.convert.run import convert
 from quantkit.convert.verify import verify
 from quantkit.errors import InputError
 from quantkit.recipe import Recipe, load_recipe
-from quantkit.spec.manifest import SHARDED_NAME, Manifest, RankFiles, TensorRecord, manifest_bytes, read_manifest
+from quantkit.spec.manifest import CHECKPOINT_NAME, SHARDED_NAME, Manifest, RankFiles, TensorRecord, manifest_bytes, read_manifest
 from quantkit.spec.mesh import Mesh
 
 Change = Callable[[TensorRecord], dict[str, Any]]
@@ -70,6 +70,11 @@ def rewrite_tensor(folder: Path, change: Change) -> None:
         (lambda t: {"experts": (*t.experts, 0)}, "does not hold 4 experts"),
         (lambda t: {"dtype": "XX"}, "no dtype is called XX"),
         (lambda t: {"layout": "nope"}, "no layout is called nope"),
+        (lambda t: {"target": "gfx9xx"}, "layout plain is not for the target gfx9xx"),
+        (lambda t: {"layout": "aiter_16x16"}, "layout aiter_16x16 is not for the target (none)"),
+        (lambda t: {"scheme": "keep"}, "I8 with scales is not of the scheme keep"),
+        (lambda t: {"scale": ""}, "I8 without scales is not of the scheme w8a8"),
+        (lambda t: {"sources": (*t.sources, t.sources[0])}, "one of its sources stands twice"),
         (lambda t: {"scale": "nope"}, "its scales nope are not in the file"),
         (lambda t: {"scheme": "nope"}, "no scheme is called nope"),
         (lambda t: {"experts": t.experts[::-1]}, "are of other rows or experts"),
@@ -121,6 +126,46 @@ def test_ranks_and_files_twice(copy: Path) -> None:
         "files: a name stands twice",
         "ranks: [1, 1] of a mesh of 2",
     )
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("tensors", "it does not stand by file and offset"),
+        ("files", "files: they are not in the order of their names"),
+        ("ranks", "ranks: [1, 0] are not in order"),
+    ],
+)
+def test_what_stands_in_another_order(field: str, words: str, copy: Path) -> None:
+    rewrite(copy, **{field: getattr(read_manifest(copy / SHARDED_NAME), field)[::-1]})
+    assert words in "\n".join(verify(copy, quick=True).failures)
+
+
+def test_what_stands_twice(copy: Path) -> None:
+    manifest = read_manifest(copy / SHARDED_NAME)
+    first, *others = manifest.ranks
+    for change, words in (
+        ({"tensors": (manifest.tensors[0], *manifest.tensors)}, f"{manifest.tensors[0].name} stands twice"),
+        ({"source_files": manifest.source_files * 2}, "source_files: they do not stand once"),
+        ({"ranks": (first.model_copy(update={"files": first.files * 2}), *others)}, "rank 0: it reads a file twice"),
+        (
+            {"tensors": (manifest.tensors[0], replace(manifest.tensors[0], name="x", alias=manifest.tensors[0].name))},
+            "x: an alias, but no ends are tied",
+        ),
+    ):
+        (copy / SHARDED_NAME).write_bytes(manifest_bytes(manifest.model_copy(update=change)))
+        assert words in "\n".join(verify(copy, quick=True).failures)
+
+
+def test_names_of_a_checkpoint_are_those_of_its_roles(
+    tiny: Callable[[str], Path], w8a8: Recipe, tmp_path: Path
+) -> None:
+    convert(tiny("qwen3_moe"), tmp_path / "out", w8a8, jobs=1)
+    path = tmp_path / "out" / CHECKPOINT_NAME
+    manifest, swap = read_manifest(path), {"attn.q_norm": "attn.k_norm", "attn.k_norm": "attn.q_norm"}
+    rows = tuple(replace(row, role=swap.get(row.role, row.role)) for row in manifest.tensors)
+    path.write_bytes(manifest_bytes(manifest.model_copy(update={"tensors": rows})))
+    assert [f for f in verify(tmp_path / "out").failures if "q_norm.weight: its name is not of" in f]
 
 
 def test_pieces_that_overlap_and_leave_a_hole(copy: Path, tmp_path: Path) -> None:
