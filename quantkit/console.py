@@ -10,18 +10,20 @@ import importlib
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,6 +40,10 @@ _NO_WIDTH = 10_000
 
 _OUTPUT_FAILS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
 """A full or broken disk under anything that is written, stdout included."""
+
+
+_C1 = re.compile("[\x7f-\x9f]")
+"""Control characters that JSON leaves as they are."""
 
 
 class LazyGroup(click.Group):
@@ -98,19 +104,24 @@ def expected_failures() -> Iterator[None]:
         with _ends_orderly():
             yield
     except QuantkitError as error:
-        click.echo(f"error: {error}", err=True)
+        say(f"error: {error}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt as error:
         number = error.number if isinstance(error, Ended) else signal.SIGINT
         with suppress(OSError):  # after SIGHUP the terminal may be gone
-            click.echo("interrupted: what is finished is kept; run the same command again to continue", err=True)
+            say("interrupted: what is finished is kept; run the same command again to continue")
         sys.exit(128 + number)
     except OSError as error:
         if error.errno not in _OUTPUT_FAILS:
             raise
         where = f"{error.filename}: " if error.filename else ""
-        click.echo(f"error: {where}{error.strerror}\nnext: make room, then run the same command again", err=True)
+        say(f"error: {where}{error.strerror}\nnext: make room, then run the same command again")
         sys.exit(QuantkitError.exit_code)
+
+
+def say(text: str) -> None:
+    """Print text for a person on stderr."""
+    click.echo(printable(text), err=True)
 
 
 def quoted(path: object) -> str:
@@ -152,19 +163,34 @@ def console(as_json: bool = False) -> Console:
 
     Tables fit a terminal; into a pipe or file each row is one line, however long, for grep and for logs.
     """
-    from rich.console import Console
-
-    found = Console(stderr=as_json, highlight=False, soft_wrap=True, quiet=not speaks())
+    found = _terminal()(stderr=as_json, highlight=False, soft_wrap=True, quiet=not speaks())
     if not found.is_terminal and "COLUMNS" not in os.environ:
         found.width = _NO_WIDTH
     return found
+
+
+@cache
+def _terminal() -> type[Console]:
+    """rich's Console for text that may hold anything: no markup, no emoji, control characters as escapes."""
+    from rich.console import Console
+    from rich.text import Text
+
+    class Terminal(Console):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(markup=False, emoji=False, **options)
+
+        def render_str(self, text: str, **options: Any) -> Text:  # every string goes through here, of tables too
+            return super().render_str(printable(text), **options)
+
+    return Terminal
 
 
 def print_json(value: Any) -> None:
     """The one JSON document of a command, with sorted keys; nothing unless this process `speaks`."""
     if not speaks():
         return
-    click.echo(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False))
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    click.echo(_C1.sub(lambda found: f"\\u{ord(found[0]):04x}", text))  # JSON itself escapes only what is below a space
 
 
 def print_sizes(sizes: Mapping[str, Any], as_json: bool, width: int = 14) -> None:
@@ -198,13 +224,12 @@ class Progress:
     def __enter__(self) -> Progress:
         if sys.stderr.isatty() and speaks() and not self._silent:
             from rich import progress
-            from rich.console import Console
 
             is_bytes = self._unit == "bytes"
             amount = progress.DownloadColumn() if is_bytes else progress.MofNCompleteColumn()
             rate = progress.TransferSpeedColumn() if is_bytes else _rate_column(self._unit)
-            columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), amount, rate)
-            self._bar = progress.Progress(*columns, progress.TimeRemainingColumn(), console=Console(stderr=True))
+            columns = (progress.TextColumn("{task.description}", markup=False), progress.BarColumn(), amount, rate)
+            self._bar = progress.Progress(*columns, progress.TimeRemainingColumn(), console=_terminal()(stderr=True))
             self._bar.start()
             self._task = self._bar.add_task(self._what, total=self._total)
         return self

@@ -6,9 +6,32 @@ prints it without a traceback and exits with the class's code; anything else is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 _MAX_LISTED = 20
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""What a terminal obeys instead of showing it (C0, DEL, C1), line separators, and what turns the direction of text;
+all but tab and newline."""
+
+
+def printable(text: str) -> str:
+    """`text` as a person may see it: what a terminal would obey as an escape, `\\x1b`; tabs and newlines stay.
+
+    Names, patterns and values of files come from anywhere; printed raw they could clear a screen or forge a line.
+    """
+    return _CONTROL.sub(lambda found: _escaped(found[0]), text)
+
+
+def one_line(text: str) -> str:
+    """`printable`, and newlines as escapes too: for one of several things that are listed a line each."""
+    return printable(text).replace("\n", "\\n")
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 class QuantkitError(Exception):
@@ -31,8 +54,8 @@ class QuantkitError(Exception):
         self.choices = tuple(choices)
 
     def __str__(self) -> str:
-        lines = [self.message]
-        lines += [f"  - {item}" for item in self.items[:_MAX_LISTED]]
+        lines = [self.message.replace("\n", "\n  ")]  # so that no name can forge a line of ours
+        lines += [f"  - {one_line(item)}" for item in self.items[:_MAX_LISTED]]
         if len(self.items) > _MAX_LISTED:
             lines.append(f"  ... and {len(self.items) - _MAX_LISTED} more")
         if self.choices:

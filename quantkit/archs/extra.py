@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -9,7 +10,7 @@ from dataclasses import replace
 from quantkit.archs.base import Architecture, split_name
 from quantkit.archs.roles import ROLES, Kind, Role
 from quantkit.archs.rules import JOINED_PARTS, PARTS
-from quantkit.errors import UsageError
+from quantkit.errors import UsageError, one_line, printable
 
 LAYER_PREFIX = "layers.*."
 """A pattern of `roles:` that begins with it holds below every layer, any other one outside the layers."""
@@ -76,7 +77,8 @@ def roles_snippet(names: Iterable[str]) -> str:
     lines = ["roles:"]
     for pattern, found in examples.items():
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        lines.append(f'  "{pattern}": ROLE  # {found[0]}{more}')
+        key = json.dumps(pattern, ensure_ascii=False)  # of any name a YAML string
+        lines.append(f"  {printable(key)}: ROLE  # {one_line(found[0])}{more}")
     return "\n".join(lines)
 
 

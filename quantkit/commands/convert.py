@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.console import console, json_option, print_json, quoted
+from quantkit.console import console, json_option, print_json, quoted, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -142,7 +142,7 @@ def command(
         layout=layout,
     )
     for warning in prepared.plan.warnings:
-        click.echo(f"warning: {warning}", err=True)
+        say(f"warning: {warning}")
     if dry_run:
         _show_plan(prepared, as_json)
         return
