@@ -31,7 +31,7 @@ from quantkit.plan.native import promised_weights
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.rope import rope_text
 from quantkit.spec.document import Strict
-from quantkit.spec.index import open_checkpoint, read_json
+from quantkit.spec.index import holds_rank_shards, open_checkpoint, read_json
 from quantkit.spec.tensorfile import Header, read_header
 
 
@@ -178,10 +178,16 @@ def _only_config() -> Problem:
 
 
 def read_headers(root: Path) -> tuple[dict[str, Header], list[Problem]]:
-    """Headers of all files that can be read, and what is wrong with the rest or with the index."""
+    """Headers of all files that can be read, and what is wrong with the rest or with the index.
+
+    Raises:
+        InputError: the folder holds rank shards.
+    """
     try:
         return dict(open_checkpoint(root).headers), []
     except InputError as error:
+        if holds_rank_shards(root):
+            raise  # parts of tensors under names of roles: nothing else that could be said of them helps
         files = sorted(root.glob("*.safetensors"))
         if not files:
             return {}, [_only_config()]

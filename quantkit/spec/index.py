@@ -46,6 +46,9 @@ class CheckpointIndex:
 MAX_JSON_BYTES = 512 * 1024 * 1024
 """Bound on config and index; an index of 500,000 tensors takes about 60 MB."""
 
+_RANK_FILE = re.compile(r"stage\d+-.*\.safetensors")
+"""Files of rank shards, as `convert --format sharded` names them."""
+
 _SHARD = re.compile(r"(?P<stem>.*)-\d+-of-(?P<total>\d{1,9})\.safetensors")
 
 
@@ -113,6 +116,8 @@ def open_checkpoint(root: Path, *, ignore_index: bool = False) -> CheckpointInde
         files = [name for name in present if name.endswith(".safetensors") and not name.startswith(".")]
     if not files:
         raise InputError(f"{root} holds no *.safetensors file", "give the folder that holds the weights")
+    if indexed is None and any(map(_RANK_FILE.fullmatch, files)):
+        raise _rank_shards(root, present)
     problems = _series_problems(files, present, indexed is not None)
     headers = _read_headers(root, files)
     file_of, repeated = _merge(headers)
@@ -122,10 +127,27 @@ def open_checkpoint(root: Path, *, ignore_index: bool = False) -> CheckpointInde
     if problems:
         raise InputError(
             f"{root}: index and files disagree" if indexed is not None else f"{root}: its files do not fit together",
-            "pass --ignore-index if the index is stale, else copy the checkpoint again",
+            "pass --ignore-index if the index is stale, else copy the checkpoint again"
+            if indexed is not None
+            else "copy the checkpoint again, all of its files and into a folder of its own",
             items=problems,
         )
     return CheckpointIndex(root, headers, file_of)
+
+
+def holds_rank_shards(root: Path) -> bool:
+    """Whether a folder holds files that `convert --format sharded` wrote, and no checkpoint."""
+    names = _files_of(root)
+    return any(map(_RANK_FILE.fullmatch, names)) and not {INDEX_NAME, SINGLE_NAME} & set(names)
+
+
+def _rank_shards(root: Path, present: list[str]) -> InputError:
+    """Where a checkpoint is wanted: parts of tensors, not whole ones."""
+    from quantkit.spec.manifest import SHARDED_NAME
+
+    what = "`quantkit verify` checks them, `quantkit merge` makes a checkpoint of them"
+    hint = what if SHARDED_NAME in present else f"copy their {SHARDED_NAME} here too; then {what}"
+    return InputError(f"{root} holds rank shards, not a checkpoint", hint)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from quantkit.errors import InputError
+from quantkit.inspect import read_headers
 from quantkit.spec import index as index_module
 from quantkit.spec.index import INDEX_NAME, SINGLE_NAME, open_checkpoint, read_json
 from quantkit.spec.tensorfile import TensorInfo
@@ -85,6 +86,23 @@ def test_files_that_the_index_names_are_missing(folder: Path) -> None:
     (folder / FILES[1]).unlink()
     assert refused(folder, "names files that are not there").items == (FILES[1],)
     assert refused(folder, "do not fit together", ignore_index=True).items == ("model: only 1 of 2 files are there",)
+
+
+def test_a_tensor_twice_is_refused_with_another_remedy_than_the_option_in_use(folder: Path) -> None:
+    save_file({"a": torch.zeros(1)}, folder / "other.safetensors")
+    error = refused(folder, "do not fit together", ignore_index=True)
+    assert error.items == (f"a: both in {FILES[0]} and in other.safetensors",)
+    assert "--ignore-index" not in error.hint
+
+
+def test_rank_shards_are_recognised(tmp_path: Path) -> None:
+    for rank in range(2):
+        save_file({"embed.weight": torch.zeros(1)}, tmp_path / f"stage0-tp{rank}-00001.safetensors")
+    assert "copy their manifest.json here too" in refused(tmp_path, "holds rank shards, not a checkpoint").hint
+    (tmp_path / "manifest.json").write_text("{}")
+    assert refused(tmp_path, "holds rank shards, not a checkpoint").hint.startswith("`quantkit verify` checks them")
+    with pytest.raises(InputError, match="holds rank shards"):
+        read_headers(tmp_path)
 
 
 def test_a_file_of_the_series_that_the_index_leaves_out(folder: Path) -> None:
