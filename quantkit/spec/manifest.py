@@ -12,9 +12,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from quantkit.errors import InputError
@@ -203,24 +203,86 @@ def manifest_path(folder: Path) -> Path | None:
 def read_manifest(path: Path) -> Manifest:
     """Parse and validate a manifest.
 
+    Memory: its records, equal names and shapes once, and a few hundred kilobytes of its text at a time.
+
     Raises:
         InputError: unreadable, not JSON, of another version, with unknown or missing fields (all listed), changed
             since it was written, naming files outside its folder, or contradicting itself.
     """
     try:
-        raw = path.read_bytes()
-        manifest = Manifest.model_validate_json(raw)
+        with path.open("rb") as file:
+            manifest = _parse(file)
+            file.seek(0)
+            canonical = _is_canonical(file, manifest)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}", "run `quantkit convert` again") from error
     except ValidationError as error:
         raise InputError(f"{path} is not a quantkit manifest", "convert again", items=problems_of(error)) from error
-    if not _is_canonical(raw, manifest):
+    if not canonical:
         raise InputError(f"{path} was changed or damaged since it was written", "copy it again, or convert again")
     if outside := outside_names(manifest):
         raise InputError(f"{path} names files outside its folder", "use a manifest of quantkit's own", items=outside)
     if problems := contradictions(manifest):
         raise InputError(f"{path} contradicts itself", "copy it again, or convert again", items=problems)
     return manifest
+
+
+_CHUNK = 1 << 18
+_FIRST, _BETWEEN, _LAST = b'"tensors": [', b'}, {"alias": ', b'], "tied_embeddings": '
+"""What stands before, between and after records in canonical JSON. A quote that is not escaped stands in no string, so
+neither name nor value can look like these."""
+
+_RECORDS = TypeAdapter(list[TensorRecord])
+_REPEATED = ("name", "file", "scale", "sources", "experts", "shape", "global_shape", "slices")
+"""Fields whose values many records share: tensors of several ranks, scales, shapes."""
+
+
+def _parse(file: BinaryIO) -> Manifest:
+    """A manifest from its text, records a piece at a time.
+
+    Raises:
+        ValidationError: it is none; the whole text is parsed then, so that places in it are named right.
+    """
+    try:
+        return _streamed(file)
+    except ValidationError:
+        file.seek(0)
+        return Manifest.model_validate_json(file.read())
+
+
+def _streamed(file: BinaryIO) -> Manifest:
+    text = b""
+    while _FIRST not in text:
+        piece = file.read(_CHUNK)
+        text += piece
+        if not piece:
+            return Manifest.model_validate_json(text)
+    head, _, text = text.partition(_FIRST)
+    records: list[TensorRecord] = []
+    seen: dict[object, object] = {}
+    while _LAST not in text:
+        cut = text.rfind(_BETWEEN) + 1
+        if cut:
+            records += _records(text[:cut], seen)
+            text = text[cut:].removeprefix(b", ")
+        piece = file.read(_CHUNK)
+        text += piece
+        if not piece:
+            break
+    end, last, rest = text.partition(_LAST)
+    records += _records(end, seen)
+    manifest = Manifest.model_validate_json(head + _FIRST + last + rest + file.read())
+    return manifest.model_copy(update={"tensors": tuple(records)})
+
+
+def _records(text: bytes, seen: dict[object, object]) -> list[TensorRecord]:
+    """Records of a piece of the array; values that were `seen` before are not kept twice."""
+    found = _RECORDS.validate_json(b"[" + text + b"]")
+    for record in found:
+        for name in _REPEATED:
+            value = getattr(record, name)
+            object.__setattr__(record, name, seen.setdefault(value, value))
+    return found
 
 
 def sealed(manifest: Manifest) -> Manifest:
@@ -241,17 +303,16 @@ def manifest_chunks(manifest: Manifest) -> Iterator[bytes]:
     return (text for _, text in _pieces(manifest))
 
 
-def _is_canonical(raw: bytes, manifest: Manifest) -> bool:
-    """Whether `raw` is what `manifest_bytes` would write, digest included."""
-    digest, position, view = hashlib.sha256(), 0, memoryview(raw)
+def _is_canonical(file: BinaryIO, manifest: Manifest) -> bool:
+    """Whether a file is what `manifest_bytes` would write, digest included."""
+    digest = hashlib.sha256()
     for name, text in _pieces(manifest):
-        if view[position : position + len(text)] != text:
+        if file.read(len(text)) != text:
             return False
         if name != "environments":
             digest.update(b'""' if name == "digest" else text)
-        position += len(text)
     intact = all(environment.intact for environment in manifest.environments)
-    return position == len(raw) and digest.hexdigest() == manifest.digest and intact
+    return not file.read(1) and digest.hexdigest() == manifest.digest and intact
 
 
 _TENSOR_FIELDS = tuple(sorted(field.name for field in fields(TensorRecord)))
