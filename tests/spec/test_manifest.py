@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import InputError
+from quantkit.spec import manifest as manifest_module
 from quantkit.spec.environment import Environment, changes, distinct, mixed
-from quantkit.spec.manifest import Manifest, OutputFile, manifest_bytes, read_manifest
+from quantkit.spec.manifest import Manifest, OutputFile, TensorRecord, manifest_bytes, read_manifest
 
 
 def example(**changes: object) -> Manifest:
@@ -108,3 +109,64 @@ def test_what_changed_is_said_version_by_version() -> None:
     ]
     assert mixed(records) == ["torch 2.13.0 / 2.9.0"]
     assert mixed(records[:1]) == []
+
+
+def records(count: int) -> tuple[TensorRecord, ...]:
+    """Records whose names look like what stands between records, as far as JSON lets them."""
+    names = [
+        f'"tensors": [], "tied_embeddings": }}, {{"alias": \\"{{ 名 {number} \U0001f600' for number in range(count)
+    ]
+    return tuple(
+        TensorRecord(
+            name=name,
+            sources=(name, "}, {"),
+            role="embed",
+            file="a/b.safetensors",
+            offset=0,
+            nbytes=0,
+            dtype="I8",
+            shape=(0, 7),
+            global_shape=(0, 7),
+            xxh3=f"{number:032x}",
+        )
+        for number, name in enumerate(names)
+    )
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_records_are_read_whole_wherever_the_text_is_cut(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, written = tmp_path / "manifest.json", example(tensors=records(count))
+    path.write_bytes(manifest_bytes(written))
+    for size in (1, 2, 3, 7, 50, 300, 401, 997, 10**6):
+        monkeypatch.setattr(manifest_module, "_CHUNK", size)
+        assert read_manifest(path).model_copy(update={"digest": ""}) == written, size
+
+
+def test_equal_values_of_records_are_one_object(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    path.write_bytes(manifest_bytes(example(tensors=records(3))))
+    first, *others = read_manifest(path).tensors
+    assert all(other.shape is first.shape and other.file is first.file for other in others)
+    assert first.shape is first.global_shape
+
+
+def test_a_wrong_record_is_named_by_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest_module, "_CHUNK", 100)
+    path = tmp_path / "manifest.json"
+    raw = json.loads(manifest_bytes(example(tensors=records(5))))
+    raw["tensors"][3] |= {"offset": "far", "more": 1}
+    path.write_text(json.dumps(raw, sort_keys=True, ensure_ascii=False) + "\n")
+    with pytest.raises(InputError, match="is not a quantkit manifest") as caught:
+        read_manifest(path)
+    assert {item.split(":")[0] for item in caught.value.items} == {"tensors.3.offset", "tensors.3.more"}
+
+
+def test_a_manifest_that_ends_early_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    raw = manifest_bytes(example(tensors=records(2)))
+    for stop in range(0, len(raw), 37):
+        path.write_bytes(raw[:stop])
+        with pytest.raises(InputError, match="is not a quantkit manifest"):
+            read_manifest(path)

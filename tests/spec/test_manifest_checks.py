@@ -15,7 +15,15 @@ from quantkit.convert.run import convert
 from quantkit.convert.verify import verify
 from quantkit.errors import InputError
 from quantkit.recipe import Recipe, load_recipe
-from quantkit.spec.manifest import CHECKPOINT_NAME, SHARDED_NAME, Manifest, RankFiles, TensorRecord, manifest_bytes, read_manifest
+from quantkit.spec.manifest import (
+    CHECKPOINT_NAME,
+    SHARDED_NAME,
+    Manifest,
+    RankFiles,
+    TensorRecord,
+    manifest_bytes,
+    read_manifest,
+)
 from quantkit.spec.mesh import Mesh
 
 Change = Callable[[TensorRecord], dict[str, Any]]
