@@ -146,8 +146,10 @@ interop-acceptance: venv smollm2  ## serve it with vLLM's CPU build and let `qua
 	@$(OFFLINE) $(BIN)/python tests/bench/accept_vllm.py build/bench/acceptance/checkpoint \
 	    -o build/bench/acceptance/report --baseline build/bench/acceptance/baseline
 
-bench-gpu:  ## on a card, with any python that has torch and Triton: PYTHON=python3; tunes first
+bench-gpu:  ## on a card, with any python that has torch and Triton: PYTHON=python3; tunes first; two cards measure --tp 2
 	$(PYTHON) tests/bench/gpu_kernels.py --tune
+	$(PYTHON) tests/bench/gpu_engine.py
+	$(PYTHON) tests/bench/loading.py --device cuda
 
 clean:  ## remove the environment, caches and what was generated; fetched models stay
 	@if [ -f $(VENV)/pyvenv.cfg ]; then rm -rf $(VENV); fi

@@ -91,7 +91,7 @@ class Bench:
             return False
         if not isinstance(runner, PagedRunner):
             return True
-        return batch * runner.cache.format.blocks(length + self._steps + 1) <= runner.cache.free_blocks
+        return batch * runner.cache.format.blocks(length + self._steps) <= runner.cache.free_blocks
 
     def _prompt(self, length: int) -> list[int]:
         ids: list[int] = torch.randint(self._vocab, (length,), generator=self._random).tolist()

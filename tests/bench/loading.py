@@ -6,8 +6,6 @@ there. `--gib` is the size of the files; `--device cuda` needs a card.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import time
 from pathlib import Path
@@ -27,15 +25,16 @@ TENSOR = 256 * 2**20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.arguments(__doc__)
     parser.add_argument("--gib", type=float, default=8)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "hip"))
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     device = devices.resolve(options.device)
-    common.SCRATCH.mkdir(parents=True, exist_ok=True)
-    path = common.SCRATCH / "loading.safetensors"
-    stored = written(path, max(1, int(options.gib * 2**30) // TENSOR))
+    report = common.Report(f"loading_{device.family}", options.small, {"gib": options.gib, "device": device.line})
+    options.work.mkdir(parents=True, exist_ok=True)
+    path = options.work / "loading.safetensors"
+    stored = written(path, max(1, int((1 if options.small else options.gib) * 2**30) // TENSOR))
     rates: dict[str, list[float]] = {"raw": [], "load": [], "load, no checksums": []}
     for _ in range(options.repeats):  # in turn, so that what else the machine does meets all of them
         rates["raw"].append(raw(path, stored))
@@ -44,8 +43,10 @@ def main() -> None:
     path.unlink()
     total = sum(one.info.nbytes for one in stored)
     found = {name: total / median(seconds) / 1e9 for name, seconds in rates.items()}
-    ratio = found["load"] / found["raw"]
-    print(json.dumps({"device": device.line, "bytes": total, "GB/s": found, "load / raw": ratio}, indent=2))
+    common.table(["", "GB/s"], [[name, f"{rate:.2f}"] for name, rate in found.items()])
+    report.data |= {"bytes": total, "gb_per_second": found}
+    report.target("loading with checksums against plain reads", found["load"] / found["raw"], 0.8, at_most=False)
+    report.write()
 
 
 def written(path: Path, count: int) -> list[Stored]:

@@ -104,7 +104,20 @@ def test_bench_measures_every_shape_beside_the_source(converted: Converted) -> N
 
 def test_bench_turns_fusions_on_one_by_one(converted: Converted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuse, "PASSES", {name: fuse.PASSES[name] for name in ("qkv", "gate_up")})
-    options = ("--lengths", 6, "--batches", 1, "--sweep-length", 6, "--steps", 2, "--repeats", 1, "--ablate", "--json")
+    options = (
+        "--lengths",
+        14,
+        "--batches",
+        1,
+        "--sweep-length",
+        14,
+        "--steps",
+        2,
+        "--repeats",
+        1,
+        "--ablate",
+        "--json",
+    )
     code, out, err = run("bench", converted(TINY[0]), *options)
     assert code == 0, err
     rows = json.loads(out)["ablation"]
