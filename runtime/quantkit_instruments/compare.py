@@ -106,7 +106,7 @@ def _continuation(loaded: LoadedModel) -> Callable[[Sequence[int], int], Sequenc
     def decode(prompt: Sequence[int], count: int) -> Sequence[int]:
         if not count:
             return ()
-        runner = make_runner(loaded, fmt, 1 + fmt.blocks(len(prompt) + count))
+        runner = make_runner(loaded, fmt, 1 + fmt.blocks(len(prompt) + count), sequences=1)
         try:
             with torch.inference_mode():
                 (generated,) = Engine(runner).generate([prompt], count)

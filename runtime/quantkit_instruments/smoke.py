@@ -106,7 +106,7 @@ def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, o
     ids, fmt = torch.tensor([prompt], device=device.torch), KvFormat(dtype, dtype)
     with torch.no_grad(), out_of_memory_as_error(loaded.memory), loaded.trace():
         logits = loaded.model(input_ids=ids, use_cache=False).logits
-        runner = make_runner(loaded, fmt, 1 + fmt.blocks(positions))
+        runner = make_runner(loaded, fmt, 1 + fmt.blocks(positions), sequences=1)
         engine = Engine(runner, stop=stop_tokens(options.root))
         (generated,) = engine.generate([prompt], options.max_new_tokens)
     loaded.files.ranks.together(lambda: self_test(loaded), "the self-test")

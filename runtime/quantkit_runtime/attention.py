@@ -37,7 +37,7 @@ class Step:
     Attributes:
         cache: the pool.
         write: puts keys and values `[T, G, D]` of the tokens into a layer.
-        table: int32 `[B, blocks]`, padded with 0.
+        table: int32 `[B, groups, blocks]`, padded with 0; a layer reads that of its group.
         lengths: int32 `[B]`, positions of each sequence after this step.
         decode: the `paged_decode` kernel (see `kernels.reference`).
         chunks: (queries, length) of each sequence; empty when every sequence has one query.
@@ -86,20 +86,20 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Called by every layer: query `[1, H, T, D]`, key and value `[1, G, T, D]` of new tokens -> `[1, T, H, D]`."""
     layer = step.cache.layers[module.layer_idx]
+    window, block, tables = layer.spec.window, step.cache.format.block, step.table[:, layer.group]
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
     step.write(layer, k_TGD, v_TGD)
     if not step.chunks:
         stores = layer.keys.data, layer.keys.scale, layer.values.data, layer.values.scale
-        decoded = step.decode(
-            q_THD, *stores, step.table, step.lengths, scaling, s_aux, layer.spec.window, softcap or 0.0
-        )
+        decoded = step.decode(q_THD, *stores, tables, step.lengths, scaling, s_aux, window, softcap or 0.0)
         return decoded.unsqueeze(0), None
     out, first = [], 0
     for row, (queries, length) in enumerate(step.chunks):
-        table = step.table[row, : step.cache.format.blocks(length)]
-        k, v = (store.read(table, query.dtype)[:, :length] for store in (layer.keys, layer.values))
+        unseen = max(0, length - queries - window + 1) // block if window else 0  # blocks before every query's window
+        table = tables[row, unseen : step.cache.format.blocks(length)]
+        k, v = (store.read(table, query.dtype)[:, : length - unseen * block] for store in (layer.keys, layer.values))
         q = q_THD[first : first + queries].transpose(0, 1)
-        out.append(attend(q, k, v, scaling, layer.spec.window, softcap, s_aux))
+        out.append(attend(q, k, v, scaling, window, softcap, s_aux))
         first += queries
     return torch.cat(out, 1).transpose(0, 1).unsqueeze(0), None
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import NonFiniteError, UsageError
+from quantkit_runtime.kv_cache import CHUNK
 from quantkit_runtime.runner import Chunk, PagedRunner, TransformersRunner
 from quantkit_runtime.sampling import Sampling
-
-CHUNK = 512
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def load_model(
         kv_cache = (
             transformers_kv_bytes(probe, files.dims, cache_tokens, dtype)
             if isinstance(kv, str)
-            else (kv_format or KvFormat(dtype, dtype)).pool_bytes(kv, [cache_tokens])
+            else (fmt := kv_format or KvFormat(dtype, dtype)).pool_bytes(kv, 1 + fmt.blocks(cache_tokens), sequences=1)
         )
         memory = _memory_plan(files, planned, device, dtype, kv_cache, cache_tokens, prompt_tokens)
         if on_plan is not None:

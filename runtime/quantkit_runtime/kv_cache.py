@@ -1,8 +1,13 @@
 """Keys and values in blocks: a pool for all sequences, and for each sequence a table of the blocks that are its own.
 
-Every block holds `block` positions of every layer, so sequences of any length share the pool without copying and only
-the end of a sequence's last block is ever unused. INT8 entries have one float32 scale per token and head. Block 0
-belongs to nobody: padding writes there.
+Every block holds `block` positions, so sequences of any length share a pool without copying and only the end of a
+sequence's last block is ever unused. INT8 entries have one float32 scale per token and head. Block 0 belongs to nobody:
+padding writes there.
+
+Layers that see a window have a pool and a table of their own, a group for each window: what no later token can see is
+written over, block by block, so a sequence owns a ring of blocks, and its table names block i of the text at place i.
+The pools of windows are sized so that they never run out before that of the whole text; it alone decides who may run,
+and on all ranks of a mesh alike.
 
 Shape suffixes: T tokens, G key/value heads, D head dimension, B sequences, L positions.
 """
@@ -10,6 +15,7 @@ Shape suffixes: T tokens, G key/value heads, D head dimension, B sequences, L po
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +26,7 @@ from torch import Tensor
 from quantkit.arithmetic import quantize_tokens
 from quantkit.errors import UsageError
 
-BLOCK = 16
+BLOCK, CHUNK = 16, 512
 DTYPES = {"int8": torch.int8, "bf16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -41,11 +47,13 @@ class KvFormat:
     Attributes:
         keys, values: dtype.
         block: positions in a block.
+        chunk: most tokens of a sequence in one forward.
     """
 
     keys: torch.dtype
     values: torch.dtype
     block: int = BLOCK
+    chunk: int = CHUNK
 
     @classmethod
     def of(cls, keys: str, values: str, compute: torch.dtype, block: int = BLOCK) -> KvFormat:
@@ -62,21 +70,31 @@ class KvFormat:
             raise UsageError(f"a KV block of {block} positions", "give --kv-block 16")
         return cls(known[keys], known[values], block)
 
-    def block_bytes(self, layers: Iterable[LayerSpec]) -> int:
-        """Bytes of one block over all layers, scales included."""
-        entries = [pair for spec in layers for pair in self._entries(spec)]
-        return self.block * sum(_entry_bytes(dim, dtype) * heads for heads, dim, dtype in entries)
+    def block_bytes(self, spec: LayerSpec) -> int:
+        """Bytes of one block of a layer, scales included."""
+        entry = _entry_bytes(spec.key_dim, self.keys) + _entry_bytes(spec.value_dim, self.values)
+        return self.block * spec.heads * entry
 
     def blocks(self, tokens: int) -> int:
         """Blocks that hold this many positions."""
         return -(-tokens // self.block)
 
-    def pool_bytes(self, layers: Iterable[LayerSpec], lengths: Iterable[int]) -> int:
-        """Bytes of a pool for sequences of these lengths, block 0 included."""
-        return (1 + sum(map(self.blocks, lengths))) * self.block_bytes(layers)
+    def ring(self, window: int) -> int:
+        """Blocks of a sequence in a layer with a window: what a chunk's first token sees, and the chunk, unaligned."""
+        return self.blocks(window - 1 + self.chunk) + 1 if window else 1 << 60
 
-    def _entries(self, spec: LayerSpec) -> tuple[tuple[int, int, torch.dtype], ...]:
-        return (spec.heads, spec.key_dim, self.keys), (spec.heads, spec.value_dim, self.values)
+    def layer_blocks(self, window: int, blocks: int, sequences: int) -> int:
+        """Blocks in the pool of a layer, of `blocks` (block 0 included) for the whole texts of `sequences`."""
+        return min(blocks, 1 + sequences * self.ring(window))
+
+    def pool_bytes(self, layers: Iterable[LayerSpec], blocks: int, sequences: int) -> int:
+        """Bytes of all layers' pools, see `layer_blocks`."""
+        return sum(self.layer_blocks(spec.window, blocks, sequences) * self.block_bytes(spec) for spec in layers)
+
+    def most_blocks(self, layers: Iterable[LayerSpec], nbytes: int, sequences: int, wanted: int) -> int:
+        """As many of the wanted blocks as fit into so many bytes."""
+        layers = tuple(layers)
+        return bisect_right(range(1, wanted + 1), nbytes, key=lambda n: self.pool_bytes(layers, n, sequences))
 
     @property
     def name(self) -> str:
@@ -119,11 +137,12 @@ class Store:
 
 
 class Layer(NamedTuple):
-    """What a layer holds."""
+    """What a layer holds; `group` is the place of its tables among those of a sequence."""
 
     spec: LayerSpec
     keys: Store
     values: Store
+    group: int = 0
 
     def write(self, slots_T: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> None:
         self.keys.write(slots_T, k_TGD)
@@ -131,32 +150,48 @@ class Layer(NamedTuple):
 
 
 class KvCache:
-    """The pool and who owns which block.
+    """The pools and who owns which block.
 
     Args:
         layers: of this rank.
         fmt: how a position is kept.
-        blocks: of the pool, block 0 included.
-        device: of the pool.
+        blocks: for the whole text of all sequences, block 0 included.
+        device: of the pools.
+        sequences: most of them at once; None: as many as there are blocks, and pools of windows are as large.
+
+    Attributes:
+        rings: of each group, the blocks after which a sequence's table repeats; the first group's never does.
+        tables: sequence -> a table for each group.
     """
 
-    def __init__(self, layers: Iterable[LayerSpec], fmt: KvFormat, blocks: int, device: torch.device) -> None:
-        self.format = fmt
-        self.layers = {
-            spec.layer: Layer(
-                spec,
-                Store(blocks, spec.heads, fmt.block, spec.key_dim, fmt.keys, device),
-                Store(blocks, spec.heads, fmt.block, spec.value_dim, fmt.values, device),
-            )
-            for spec in layers
-        }
+    def __init__(
+        self,
+        layers: Iterable[LayerSpec],
+        fmt: KvFormat,
+        blocks: int,
+        device: torch.device,
+        sequences: int | None = None,
+    ) -> None:
+        self.format, layers = fmt, tuple(layers)
+        self.sequences = blocks if sequences is None else sequences
         self.capacity = (blocks - 1) * fmt.block
-        self.tables: dict[int, array[int]] = {}
-        self._free = list(range(blocks - 1, 0, -1))
+        windows = sorted({spec.window for spec in layers if fmt.ring(spec.window) < blocks - 1})
+        self.rings = [1 << 60, *map(fmt.ring, windows)]
+        sizes = [fmt.layer_blocks(window, blocks, self.sequences) for window in (0, *windows)]
+        self._free = [list(range(size - 1, 0, -1)) for size in sizes]
+
+        def layer(spec: LayerSpec) -> Layer:
+            group = windows.index(spec.window) + 1 if spec.window in windows else 0
+            size, block = sizes[group], fmt.block
+            keys = Store(size, spec.heads, block, spec.key_dim, fmt.keys, device)
+            return Layer(spec, keys, Store(size, spec.heads, block, spec.value_dim, fmt.values, device), group)
+
+        self.layers = {spec.layer: layer(spec) for spec in layers}
+        self.tables: dict[int, list[array[int]]] = {}
 
     @property
     def free_blocks(self) -> int:
-        return len(self._free)
+        return len(self._free[0])
 
     @property
     def nbytes(self) -> int:
@@ -166,18 +201,33 @@ class KvCache:
 
     def reserve(self, sequence: int, tokens: int) -> bool:
         """Give a sequence the blocks for its first `tokens` positions; False, and nothing changes, without enough."""
-        held = len(self.tables.get(sequence, ()))
-        missing = self.format.blocks(tokens) - held
-        if missing > len(self._free):
+        tables = self.tables.get(sequence) or [array("i") for _ in self.rings]
+        missing = self.format.blocks(tokens) - len(tables[0])
+        if missing > self.free_blocks or (sequence not in self.tables and len(self.tables) == self.sequences):
             return False
-        self.tables.setdefault(sequence, array("i")).extend(self._free.pop() for _ in range(missing))
+        self.tables[sequence] = tables
+        for table, ring, free in zip(tables, self.rings, self._free, strict=True):
+            for _ in range(missing):
+                table.append(free.pop() if len(table) < ring else table[-ring])
         return True
 
     def release(self, sequence: int) -> None:
         """Take back all blocks of a sequence."""
-        self._free += reversed(self.tables.pop(sequence, array("i")))
+        tables = self.tables.pop(sequence, ())
+        for table, ring, free in zip(tables, self.rings, self._free, strict=False):
+            free += reversed(table[:ring])
 
-    def slots(self, sequence: int, start: int, stop: int) -> list[int]:
-        """Where positions `start` to `stop` of a sequence lie."""
-        table, block = self.tables[sequence], self.format.block
-        return [table[at // block] * block + at % block for at in range(start, stop)]
+    def slots(self, sequence: int, start: int, stop: int) -> list[list[int]]:
+        """Where positions `start` to `stop` of a sequence lie, in each group.
+
+        Raises:
+            UsageError: more tokens than a window's ring has room for.
+        """
+        block = self.format.block
+        if len(self.rings) > 1 and stop - start > self.format.chunk:
+            raise UsageError(
+                f"{stop - start} tokens of a sequence at once; the KV cache was made for {self.format.chunk}",
+                "give a smaller --chunk",
+            )
+        places = range(start, stop)
+        return [[table[at // block] * block + at % block for at in places] for table in self.tables[sequence]]

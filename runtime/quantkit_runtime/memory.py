@@ -30,8 +30,7 @@ class MemoryTable:
         graphs: recorded decode steps.
         reserve: left alone.
         free: what could still be allocated.
-        block: positions of a KV block; most_blocks: how many fit instead of the pool that was asked for.
-        longest: context of the model.
+        fits: (sequences at once, longest context of each) that there is room for instead of the pool.
     """
 
     weights: int
@@ -40,9 +39,7 @@ class MemoryTable:
     graphs: int
     reserve: int
     free: int
-    block: int
-    most_blocks: int
-    longest: int = 1 << 60
+    fits: tuple[tuple[int, int], ...] = ()
 
     @property
     def peak(self) -> int:
@@ -51,12 +48,6 @@ class MemoryTable:
     def rows(self) -> list[tuple[str, int]]:
         names = ("weights", "pool", "workspace", "graphs", "peak", "reserve", "free")
         return [("KV pool" if name == "pool" else name, getattr(self, name)) for name in names]
-
-    def fits(self) -> list[tuple[int, int]]:
-        """(sequences at once, longest context of each) that the card has room for."""
-        most = max(0, self.most_blocks - 1)
-        batches = (1 << power for power in range(min(most.bit_length(), 9)))
-        return [(batch, min(most // batch * self.block, self.longest)) for batch in batches]
 
 
 class _Allocations(TorchDispatchMode):

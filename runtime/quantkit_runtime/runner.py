@@ -63,16 +63,17 @@ class PagedRunner:
             return self._decode(chunks)
         ids = [token for chunk in chunks for token in chunk.ids]
         positions = [at for chunk in chunks for at in range(chunk.start, chunk.stop)]
-        slots = [slot for chunk in chunks for slot in self.cache.slots(*chunk[:2], chunk.stop)]
+        slots = np.concatenate([self.cache.slots(*chunk[:2], chunk.stop) for chunk in chunks], axis=1)
         shapes = tuple((len(chunk.ids), chunk.stop) for chunk in chunks)
-        packed = torch.tensor([ids, positions, slots], device=self.device)
+        packed = torch.from_numpy(np.concatenate(([ids, positions], slots))).to(self.device)
         table = torch.from_numpy(self._tables(chunks, len(chunks), 0)).to(self.device)
         return self.prefill(packed, table, shapes, every_token)
 
     def prefill(
-        self, packed_3T: Tensor, table: Tensor, shapes: tuple[tuple[int, int], ...], every_token: bool = False
+        self, packed_RT: Tensor, table: Tensor, shapes: tuple[tuple[int, int], ...], every_token: bool = False
     ) -> Tensor:
-        """Ids, positions and slots of packed tokens; (tokens, length after them) of each sequence.
+        """Ids, positions and each group's slots of packed tokens; tables `[B, groups, blocks]`; (tokens, length after
+        them) of each sequence.
 
         Returns:
             Logits of the last token of each sequence, or of every token.
@@ -81,14 +82,19 @@ class PagedRunner:
             0 if every_token else torch.tensor([tokens for tokens, _ in shapes], device=self.device).cumsum(0) - 1
         )
         lengths = torch.tensor([length for _, length in shapes], dtype=torch.int32, device=self.device)
-        write = self._writer(packed_3T[2])
-        return self._run(packed_3T, last, Step(self.cache, write, table, lengths, self.decode, shapes))
+        write = self._writer(packed_RT[2:])
+        return self._run(packed_RT, last, Step(self.cache, write, table, lengths, self.decode, shapes))
 
     def decode_rows(self, rows: Tensor) -> Tensor:
-        """One token of each sequence from int32 rows `[B, 3 + blocks]`: id, position, slot, block table."""
-        packed = rows[:, :3].T.long()
-        step = Step(self.cache, self._writer(packed[2]), rows[:, 3:], rows[:, 1] + 1, self.decode)
+        """One token of each sequence from int32 rows `[B, row_width]`: id, position, then slots and tables by group."""
+        groups = len(self.cache.rings)
+        packed, tables = rows[:, : 2 + groups].T.long(), rows[:, 2 + groups :].unflatten(1, (groups, -1))
+        step = Step(self.cache, self._writer(packed[2:]), tables, rows[:, 1] + 1, self.decode)
         return self._run(packed, 0, step)
+
+    def row_width(self, blocks: int) -> int:
+        """Width of a row of `decode_rows` with tables of so many blocks."""
+        return 2 + len(self.cache.rings) * (1 + blocks)
 
     def capture(self, batch: int, width: int) -> None:
         """Record decode steps of 1, 2, 4, ... `batch` sequences with tables of `width` blocks as graphs."""
@@ -99,7 +105,7 @@ class PagedRunner:
         sizes = sorted({min(1 << power, batch) for power in range(batch.bit_length() + 1)}, reverse=True)
         try:
             for size in sizes:
-                rows = torch.zeros((size, 3 + width), dtype=torch.int32, device=self.device)
+                rows = torch.zeros((size, self.row_width(width)), dtype=torch.int32, device=self.device)
                 torch.cuda.synchronize()
                 with torch.cuda.stream(torch.cuda.Stream()):  # lazy initialization must not be recorded
                     self.decode_rows(rows)
@@ -117,40 +123,47 @@ class PagedRunner:
         if not size:
             return self.decode_rows(torch.from_numpy(self._rows(chunks, len(chunks), 0)).to(self.device))
         graph, rows, logits = self.graphs[size]
-        rows.copy_(torch.from_numpy(self._rows(chunks, size, rows.shape[1] - 3)))
+        rows.copy_(torch.from_numpy(self._rows(chunks, size, rows.shape[1])))
         graph.replay()
         return logits[: len(chunks)]
 
     def _rows(self, chunks: list[Chunk], size: int, width: int) -> Any:
-        """Rows for `decode_rows`; what is added to reach `size` writes to block 0."""
-        firsts = np.zeros((size, 3), dtype=np.int32)
-        slots = (self.cache.slots(chunk.sequence, chunk.start, chunk.stop)[0] for chunk in chunks)
-        firsts[: len(chunks)] = [(chunk.ids[0], chunk.start, slot) for chunk, slot in zip(chunks, slots, strict=True)]
-        return np.concatenate((firsts, self._tables(chunks, size, width)), axis=1)
+        """Rows for `decode_rows`, of this width or as wide as they must be; what is added to reach `size` writes to
+        block 0."""
+        groups = len(self.cache.rings)
+        firsts = np.zeros((size, 2 + groups), dtype=np.int32)
+        for row, chunk in zip(firsts, chunks, strict=False):
+            slots = (slot for (slot,) in self.cache.slots(*chunk[:2], chunk.stop))
+            row[:] = (chunk.ids[0], chunk.start, *slots)
+        tables = self._tables(chunks, size, (width - 2) // groups - 1)
+        return np.concatenate((firsts, tables.reshape(size, -1)), axis=1)
 
     def _tables(self, chunks: list[Chunk], size: int, width: int) -> Any:
+        """Block tables int32 `[size, groups, width]`, or as wide as they must be for a width below 1."""
         tables = [self.cache.tables[chunk.sequence] for chunk in chunks]
-        padded = np.zeros((size, width or max(map(len, tables))), dtype=np.int32)
-        for row, table in zip(padded, tables, strict=False):
-            row[: len(table)] = table
+        width = width if width > 0 else max(len(whole) for whole, *_ in tables)
+        padded = np.zeros((size, len(self.cache.rings), width), dtype=np.int32)
+        for row, groups in zip(padded, tables, strict=False):
+            row[:, : len(groups[0])] = groups
         return padded
 
-    def _writer(self, slots_T: Tensor) -> Callable[[Layer, Tensor, Tensor], None]:
+    def _writer(self, slots_GT: Tensor) -> Callable[[Layer, Tensor, Tensor], None]:
+        """Writes a layer's keys and values to the slots of its group."""
         kernel = self._rope_write
         if kernel is None:
-            return lambda layer, k_TGD, v_TGD: layer.write(slots_T, k_TGD, v_TGD)
+            return lambda layer, k_TGD, v_TGD: layer.write(slots_GT[layer.group], k_TGD, v_TGD)
         dim = next(iter(self.cache.layers.values())).spec.key_dim
-        cos, sin = (torch.full((len(slots_T), dim), value, device=self.device) for value in (1.0, 0.0))
+        cos, sin = (torch.full((slots_GT.shape[1], dim), value, device=self.device) for value in (1.0, 0.0))
 
         def write(layer: Layer, k_TGD: Tensor, v_TGD: Tensor) -> None:
             """The keys are rotated already: here by nothing."""
-            kv_TD = torch.cat((k_TGD, v_TGD), 1).flatten(1)
+            kv_TD, slots_T = torch.cat((k_TGD, v_TGD), 1).flatten(1), slots_GT[layer.group]
             kernel(kv_TD, cos, sin, slots_T, layer.keys.data, layer.keys.scale, layer.values.data, layer.values.scale)
 
         return write
 
-    def _run(self, packed_3T: Tensor, last: Any, step: Step) -> Tensor:
-        ids, positions = packed_3T[0:1], packed_3T[1:2]
+    def _run(self, packed_RT: Tensor, last: Any, step: Step) -> Tensor:
+        ids, positions = packed_RT[0:1], packed_RT[1:2]
         with torch.no_grad(), implementation(self.model, NAME):
             out = self.model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=last, step=step)
         logits: Tensor = out.logits[0]

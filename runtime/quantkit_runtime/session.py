@@ -6,15 +6,15 @@ memory table holds what was measured and not an estimate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from quantkit_runtime.engine import CHUNK, Engine
+from quantkit_runtime.engine import Engine
 from quantkit_runtime.errors import OutOfMemory
 from quantkit_runtime.graft import LoadedModel
 from quantkit_runtime.kernels import registry
-from quantkit_runtime.kv_cache import KvCache, KvFormat
+from quantkit_runtime.kv_cache import CHUNK, KvCache, KvFormat
 from quantkit_runtime.memory import MemoryTable, measured_peak, model_bytes
 from quantkit_runtime.runner import PagedRunner, Runner, TransformersRunner
 from quantkit_runtime.sampling import Sampling
@@ -45,14 +45,15 @@ class Options:
     stop: frozenset[int] = frozenset()
 
 
-def make_runner(loaded: LoadedModel, fmt: KvFormat, blocks: int) -> Runner:
-    """The paged runner with a pool of this many blocks (block 0 included), or the other where the model needs it."""
+def make_runner(loaded: LoadedModel, fmt: KvFormat, blocks: int, sequences: int | None = None) -> Runner:
+    """The paged runner with a pool for so many blocks and sequences, see `KvCache`, or the other where the model needs
+    it."""
     device = loaded.device.torch
     if isinstance(loaded.kv, str):
         return TransformersRunner(loaded.model, device, loaded.kv)
     decode, write = (registry.find(op, loaded.device.family) for op in ("paged_decode", "rope_write"))
     fused = write.run if write.name == "triton" else None  # torch's form of it waits for the device
-    return PagedRunner(loaded.model, KvCache(loaded.kv, fmt, blocks, device), device, decode.run, fused)
+    return PagedRunner(loaded.model, KvCache(loaded.kv, fmt, blocks, device, sequences), device, decode.run, fused)
 
 
 def start(loaded: LoadedModel, options: Options) -> tuple[Engine, MemoryTable]:
@@ -61,36 +62,49 @@ def start(loaded: LoadedModel, options: Options) -> tuple[Engine, MemoryTable]:
     Raises:
         OutOfMemory: not even one sequence of the full context fits.
     """
-    device, fmt = loaded.device, options.kv
+    device, fmt, batch = loaded.device, replace(options.kv, chunk=options.chunk), options.batch
     weights, workspace = model_bytes(loaded.model), _workspace(loaded, options)
     free = device.free_memory()
     reserve, width = int(free * RESERVE), fmt.blocks(options.context)
-    block = 0 if isinstance(loaded.kv, str) else fmt.block_bytes(loaded.kv)
-    room = (free - workspace - reserve) // block if block else 0
-    room = min(loaded.files.ranks.world.objects(room))  # ranks that run out at different steps would part ways
-    if block and room < 1 + width:
+    room = free - workspace - reserve
+    blocks = _most_blocks(loaded, fmt, room, batch, 1 + batch * width)
+    if not isinstance(loaded.kv, str) and blocks < 1 + width:
         raise OutOfMemory(
-            f"a sequence of {options.context} positions needs {width} KV blocks of {block} bytes; {room} fit",
+            f"a sequence of {options.context} positions needs {width} KV blocks; {max(0, blocks - 1)} fit into "
+            f"{max(0, room)} bytes",
             "give a smaller --context or --chunk, --kv-keys int8 --kv-values int8, or use more cards",
         )
-    runner = make_runner(loaded, fmt, min(1 + options.batch * width, room))
+    runner = make_runner(loaded, fmt, blocks, batch)
     before = device.free_memory()
     if isinstance(runner, PagedRunner) and options.graphs:
-        runner.capture(options.batch, width)
+        runner.capture(batch, width)
     graphs = max(0, before - device.free_memory()) if runner.graphs else 0
     table = MemoryTable(
         weights=weights,
-        pool=runner.nbytes if block else loaded.memory.kv_cache * options.batch,  # transformers' cache grows up to it
+        # transformers' cache grows up to what was planned
+        pool=runner.nbytes if isinstance(runner, PagedRunner) else loaded.memory.kv_cache * batch,
         workspace=workspace,
         graphs=graphs,
         reserve=reserve,
         free=device.free_memory(),
-        block=fmt.block,
-        most_blocks=max(0, room - graphs // block if block else 0),
-        longest=loaded.files.dims.max_positions or 1 << 60,
+        fits=_fits(loaded, fmt, room - graphs),
     )
-    engine = Engine(runner, options.batch, options.chunk, options.stop, options.sampling)
-    return engine, table
+    return Engine(runner, batch, options.chunk, options.stop, options.sampling), table
+
+
+def _most_blocks(loaded: LoadedModel, fmt: KvFormat, room: int, batch: int, wanted: int) -> int:
+    """On the rank with least room: ranks that run out at different steps would part ways."""
+    own = 0 if isinstance(loaded.kv, str) else fmt.most_blocks(loaded.kv, room, batch, wanted)
+    return min(loaded.files.ranks.world.objects(own))
+
+
+def _fits(loaded: LoadedModel, fmt: KvFormat, room: int) -> tuple[tuple[int, int], ...]:
+    """(sequences at once, longest context of each) of the pools that would fit into the room."""
+    longest, found = loaded.files.dims.max_positions or 1 << 30, []
+    for batch in (1 << power for power in range(9)):
+        blocks = _most_blocks(loaded, fmt, room, batch, 1 + batch * fmt.blocks(longest))
+        found.append((batch, min((blocks - 1) // batch * fmt.block, longest)))
+    return tuple(row for row in found if row[1] > 0)
 
 
 def _workspace(loaded: LoadedModel, options: Options) -> int:
@@ -106,8 +120,8 @@ def _workspace(loaded: LoadedModel, options: Options) -> int:
     packed = torch.zeros((3, sum(counts)), dtype=torch.long, device=device)
     packed[0] = torch.arange(sum(counts)) % loaded.files.dims.vocab  # equal tokens would all go to the same experts
     packed[1] = torch.cat([torch.arange(context - count, context) for count in counts])
-    table = torch.zeros((len(counts), width), dtype=torch.int32, device=device)
-    rows = torch.zeros((options.batch, 3 + width), dtype=torch.int32, device=device)
+    table = torch.zeros((len(counts), 1, width), dtype=torch.int32, device=device)
+    rows = torch.zeros((options.batch, runner.row_width(width)), dtype=torch.int32, device=device)
     rows[:, 1] = context - 1
     return max(
         measured_peak(device, lambda: runner.prefill(packed, table, tuple((count, context) for count in counts))),

@@ -69,6 +69,8 @@ def open_session(
     stop: frozenset[int] = frozenset(),
 ) -> tuple[LoadedModel, Engine, MemoryTable]:
     """Load a folder and start a session for `batch` sequences of `context` positions."""
+    from dataclasses import replace
+
     from quantkit_runtime import device as devices
     from quantkit_runtime import fuse as fusions
     from quantkit_runtime import session
@@ -79,8 +81,8 @@ def open_session(
 
     on = devices.resolve(device)
     compute = devices.compute_dtype(dtype, on)
-    kv = KvFormat.of(kv_keys, kv_values, compute, kv_block)
     tokens = min(chunk, context * batch)
+    kv = replace(KvFormat.of(kv_keys, kv_values, compute, kv_block), chunk=tokens)
     loaded = load_model(
         folder, on, compute, verify=not no_verify, cache_tokens=context, prompt_tokens=tokens, kv_format=kv
     )
@@ -106,7 +108,7 @@ def session_report(loaded: LoadedModel, engine: Engine, table: MemoryTable) -> d
         "fusions": {row.name: {"fused": len(row.fused), "refused": row.refused} for row in outcomes(loaded.model)},
         "kernels": {op: registry.names(op, loaded.device.family)[:1] for op in OPS},
         "kernels_passed_over": registry.skipped(loaded.device.family),
-        "memory": {**dict(table.rows()), "fits": table.fits()},
+        "memory": {**dict(table.rows()), "fits": table.fits},
     }
 
 
@@ -124,8 +126,8 @@ def print_session(out: Console, loaded: LoadedModel, engine: Engine, table: Memo
     for line in registry.skipped(loaded.device.family):
         out.print(f"kernel passed over: {line}", markup=False)
     print_table(out, "Memory", ["what", "size"], [[name, human_size(size)] for name, size in table.rows()])
-    if table.fits():
-        rows = [[str(batch), f"{context:,}"] for batch, context in table.fits()]
+    if table.fits:
+        rows = [[str(batch), f"{context:,}"] for batch, context in table.fits]
         print_table(out, "What the memory has room for", ["sequences", "positions of each"], rows)
 
 
