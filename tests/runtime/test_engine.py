@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,38 @@ def test_every_family_packed_chunked_and_decoded_equals_one_forward(load: Load, 
     close(third, torch.stack([row[-1] for row in want]))
 
 
+@pytest.mark.parametrize("keys", [torch.float32, torch.int8])
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "gemma3"])
+def test_what_no_later_token_sees_is_written_over(
+    tiny: Callable[[str], Path], load: Load, family: str, keys: torch.dtype
+) -> None:
+    """Windows of 16, texts several times as long in chunks of 7 and less, one beside the other: every step's logits
+    are those of a cache that keeps all, and with float keys those of one forward."""
+    loaded, texts = load(tiny(family)), prompts(83, 70)
+    runners = [
+        make_runner(loaded, KvFormat(keys, torch.float32, block, chunk), 80, 2)
+        for block, chunk in ((4, 7), (3, 7), (4, 512))
+    ]
+    pools = []
+    for runner in runners:
+        assert isinstance(runner, PagedRunner)
+        assert all(runner.reserve(name, len(ids)) for name, ids in enumerate(texts))
+        pools.append({len(layer.keys.data) for layer in runner.cache.layers.values() if layer.spec.window})
+    # 15 positions that a chunk of 7 sees before it: at most 7 blocks of 4 or 9 of 3 are touched, for two sequences
+    assert pools == [{1 + 2 * 7}, {1 + 2 * 9}, {80}]
+    want = [whole(loaded.model, ids) for ids in texts]
+    at = [0, 0]
+    for sizes in [(7, 7), (7, 3), (2, 7)] * 3 + [(7, 2)] + [(1, 1)] * 9:
+        chunks = [Chunk(i, at[i], texts[i][at[i] : at[i] + sizes[i]]) for i in range(2)]
+        got = [runner.forward(chunks) for runner in runners]
+        at = [chunk.stop for chunk in chunks]
+        close(got[0], got[2])
+        close(got[1], got[2])
+        if keys == torch.float32:
+            close(got[0], torch.stack([rows[stop - 1] for rows, stop in zip(want, at, strict=True)]))
+    assert min(at) > 3 * 16
+
+
 # --------------------------------------------------------------------------------------------- engine
 
 
@@ -122,7 +155,7 @@ class Replayed:
 
     def __init__(self, runner: PagedRunner, size: int, width: int) -> None:
         self.runner, self.replays = runner, 0
-        self.rows = torch.zeros((size, 3 + width), dtype=torch.int32)
+        self.rows = torch.zeros((size, runner.row_width(width)), dtype=torch.int32)
         self.logits = runner.decode_rows(self.rows)
 
     def replay(self) -> None:
@@ -137,11 +170,13 @@ def test_decode_from_fixed_rows_is_that_of_fitting_ones(
     """Rows of 2 and 4 sequences with tables for the longest context: 3 sequences run in those of 4, padded."""
     loaded, texts = load(tiny(family)), prompts(30, 4, 17)
     want = engine(loaded, 13, batch=3).generate(texts, 9)
-    drive = engine(loaded, 13, batch=3)
-    assert isinstance(drive.runner, PagedRunner)
-    graphs = {size: Replayed(drive.runner, size, 6) for size in (4, 2)}
+    runner = make_runner(loaded, replace(FLOAT, chunk=8), 13)
+    assert isinstance(runner, PagedRunner)
+    assert len(runner.cache.rings) == (2 if family == "gpt_oss" else 1)
+    drive = Engine(runner, batch=3, chunk=8)
+    graphs = {size: Replayed(runner, size, 6) for size in (4, 2)}
     recorded = {size: (graph, graph.rows, graph.logits) for size, graph in graphs.items()}
-    monkeypatch.setattr(drive.runner, "graphs", recorded)
+    monkeypatch.setattr(runner, "graphs", recorded)
     assert drive.generate(texts[:1], 9) == want[:1]
     assert drive.generate(texts, 9) == want
     assert graphs[2].replays == graphs[4].replays == 8

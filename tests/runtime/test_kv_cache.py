@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -25,35 +27,60 @@ def test_formats_and_bytes() -> None:
     kv = KvFormat.of("int8", "auto", torch.bfloat16)
     assert (kv.keys, kv.values, kv.block) == (torch.int8, torch.bfloat16, 16)
     for kv in (fmt(), fmt("int8", "bf16"), fmt("int8", "int8"), fmt("bf16", "int8", 5)):
-        assert KvCache(LAYERS, kv, 6, CPU).nbytes == 6 * kv.block_bytes(LAYERS) == kv.pool_bytes(LAYERS, [kv.block] * 5)
+        assert KvCache(LAYERS, kv, 6, CPU).nbytes == 6 * sum(map(kv.block_bytes, LAYERS)) == kv.pool_bytes(LAYERS, 6, 5)
     # keys: 2 x 20 and 1 x 7 bytes and 3 scales; values: 2 x 10 and 1 x 7 of two bytes
-    assert fmt("int8", "bf16").block_bytes(LAYERS) == 4 * (47 + 3 * 4 + 27 * 2)
+    assert [fmt("int8", "bf16").block_bytes(spec) for spec in LAYERS] == [4 * (40 + 8 + 40), 4 * (7 + 4 + 14)]
     with pytest.raises(UsageError, match="choices: auto, bf16, float32, int8"):
         fmt("fp8")
     with pytest.raises(UsageError, match="--kv-block"):
         fmt(block=0)
 
 
+def test_layers_with_a_window_count_what_they_keep() -> None:
+    """A window of 16 in chunks of 5 touches up to 20 positions, unaligned in 6 blocks of 4."""
+    kv = replace(fmt(), chunk=5)
+    full, windowed = map(kv.block_bytes, LAYERS)
+    for blocks, sequences in ((101, 1), (101, 3), (8, 1), (7, 1), (7, 4), (1, 1)):
+        rings = min(blocks, 1 + 6 * sequences)
+        cache = KvCache(LAYERS, kv, blocks, CPU, sequences)
+        assert cache.nbytes == blocks * full + rings * windowed == kv.pool_bytes(LAYERS, blocks, sequences)
+        assert kv.most_blocks(LAYERS, cache.nbytes, sequences, 200) == blocks
+        assert kv.most_blocks(LAYERS, cache.nbytes - 1, sequences, 200) == blocks - 1
+    assert kv.most_blocks(LAYERS, 1 << 40, 1, 50) == 50
+    cache = KvCache(LAYERS, kv, 101, CPU, 1)
+    assert cache.reserve(0, 60)
+    with pytest.raises(UsageError, match="6 tokens of a sequence at once; the KV cache was made for 5"):
+        cache.slots(0, 0, 6)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 40)), max_size=60))
 def test_no_block_is_ever_lost_or_owned_twice(steps: list[tuple[int, int]]) -> None:
-    """Random growth and release: length 0 releases."""
-    cache, lengths = KvCache((), fmt(), 12, CPU), dict[int, int]()
+    """Random growth and release of up to three sequences: length 0 releases; a window of 4 keeps 3 blocks of each."""
+    layers = [LayerSpec(0, 1, 4, 4, 0), LayerSpec(1, 1, 4, 4, 4)]
+    cache = KvCache(layers, replace(fmt(), chunk=2), 12, CPU, 3)
+    assert len(cache.rings) == 2
     for sequence, tokens in steps:
         if tokens == 0:
             cache.release(sequence)
-            lengths.pop(sequence, None)
             continue
-        before, free = list(cache.tables.get(sequence, [])), cache.free_blocks
-        fits = cache.reserve(sequence, tokens)
+        before, free = list(cache.tables.get(sequence, [[]])[0]), cache.free_blocks
+        known = sequence in cache.tables or len(cache.tables) < 3
         missing = max(0, -(-tokens // 4) - len(before))
-        assert fits == (missing <= free)
-        after = list(cache.tables.get(sequence, []))
-        assert after[: len(before)] == before
-        assert len(after) == len(before) + missing * fits
-        owned = [block for table in cache.tables.values() for block in table]
-        assert len(set(owned)) == len(owned) == 11 - cache.free_blocks
-        assert 0 not in owned
+        fits = cache.reserve(sequence, tokens)
+        assert fits == (known and missing <= free)
+        if not fits:
+            assert list(cache.tables.get(sequence, [[]])[0]) == before
+            continue
+        whole, ring = map(list, cache.tables[sequence])
+        assert whole[: len(before)] == before
+        assert len(whole) == len(ring) == len(before) + missing
+        assert all(block == ring[at % 3] for at, block in enumerate(ring))
+        for group, size in ((0, 12), (1, min(12, 1 + 3 * 3))):
+            owned = [block for tables in cache.tables.values() for block in set(tables[group])]
+            assert len(set(owned)) == len(owned)
+            assert set(owned) <= set(range(1, size))
+        assert sum(len(tables[0]) for tables in cache.tables.values()) == 11 - cache.free_blocks
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 0.0), (torch.bfloat16, 2**-8), (torch.int8, 0.5 / 127)])

@@ -60,7 +60,7 @@ def test_the_pool_shrinks_to_the_card_and_says_what_fits(
     loaded = load(converted(TINY[0]))
     options = session.Options(context=160, kv=kv(), batch=8, chunk=64)
     assert isinstance(loaded.kv, tuple)
-    block = options.kv.block_bytes(loaded.kv)
+    block = sum(map(options.kv.block_bytes, loaded.kv))
     _, roomy = session.start(loaded, options)
     assert roomy.pool == (1 + 8 * 10) * block
 
@@ -72,7 +72,7 @@ def test_the_pool_shrinks_to_the_card_and_says_what_fits(
     engine, table = session.start(loaded, options)
     assert isinstance(engine.runner, PagedRunner)
     assert table.pool == 31 * block
-    assert table.fits() == [(1, 480), (2, 240), (4, 112), (8, 48), (16, 16)]
+    assert table.fits == ((1, 480), (2, 240), (4, 112), (8, 48), (16, 16))
     prompts = [list(range(3, 100 + length)) for length in range(8)]
     got = engine.generate(prompts, 20)
     assert engine.counts.preemptions > 0
@@ -83,18 +83,39 @@ def test_the_pool_shrinks_to_the_card_and_says_what_fits(
         session.start(loaded, options)
 
 
+def test_layers_with_a_window_leave_room_for_longer_texts(
+    tiny: Callable[[str], Path], load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool of a model whose layers half see a window, and the longest context in what they leave free."""
+    loaded = load(tiny("gpt_oss"))
+    assert isinstance(loaded.kv, tuple)
+    options = session.Options(context=400, kv=kv(), batch=2, chunk=32)
+    engine, table = session.start(loaded, options)
+    by_window = dict.fromkeys((0, 16), 0)
+    for spec in loaded.kv:
+        by_window[spec.window] += options.kv.block_bytes(spec)
+    assert all(by_window.values())
+    ring = 4  # blocks of 16 that 15 positions and a chunk of 32 touch
+    assert table.pool == (1 + 2 * 25) * by_window[0] + (1 + 2 * ring) * by_window[16]
+    assert engine.runner.nbytes == table.pool
+    room = 41 * by_window[0] + (1 + ring) * by_window[16]
+    free = int((table.workspace + room) / (1 - session.RESERVE)) + 2
+    monkeypatch.setattr(Device, "free_memory", lambda self: free)
+    assert session.start(loaded, options)[1].fits[0] == (1, min(640, loaded.files.dims.max_positions))
+
+
 def test_a_model_with_transformers_cache_counts_it(tiny: Callable[[str], Path], load: Load) -> None:
     """What the table plans for two sequences is what their caches hold at the end."""
     loaded = load(tiny("qwen3_next"), cache_tokens=29)
     engine, table = session.start(loaded, session.Options(context=29, kv=kv(), batch=2))
     assert "not paged" in engine.runner.kind
-    assert table.fits() == []
+    assert table.fits == ()
     engine.generate([list(range(3, 23))] * 2, 10)
     assert table.pool == 2 * loaded.memory.kv_cache == engine.runner.nbytes
 
 
 def test_rows_add_up() -> None:
-    table = MemoryTable(100, 50, 20, 5, 3, 7, block=16, most_blocks=0)
+    table = MemoryTable(100, 50, 20, 5, 3, 7)
     assert dict(table.rows()) == {
         "weights": 100,
         "KV pool": 50,
@@ -104,4 +125,3 @@ def test_rows_add_up() -> None:
         "reserve": 3,
         "free": 7,
     }
-    assert table.fits() == []
