@@ -13,8 +13,9 @@ from torch import Tensor
 from quantkit.archs.modeling import load_tokenizer
 from quantkit.arithmetic import quantize_tokens
 from quantkit.errors import VerificationError
+from quantkit_instruments.tokenizer import encode, require_positions, stop_tokens
+from quantkit_instruments.trace import GemmRow, Verdict, gemm_rows, judge, trace
 from quantkit_runtime import device as devices
-from quantkit_runtime.account import GemmRow, Verdict
 from quantkit_runtime.engine import Engine, Generated
 from quantkit_runtime.experts import loads
 from quantkit_runtime.graft import LoadedModel, load_model
@@ -23,7 +24,6 @@ from quantkit_runtime.layers import Int8Experts
 from quantkit_runtime.loader import require_folder
 from quantkit_runtime.memory import MemoryPlan, out_of_memory_as_error
 from quantkit_runtime.session import make_runner
-from quantkit_runtime.tokenizer import encode, require_positions, stop_tokens
 
 SELF_TEST_TOKENS = 3
 
@@ -104,7 +104,7 @@ def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, o
     if on_loaded is not None:
         on_loaded(loaded)
     ids, fmt = torch.tensor([prompt], device=device.torch), KvFormat(dtype, dtype)
-    with torch.no_grad(), out_of_memory_as_error(loaded.memory), loaded.trace():
+    with torch.no_grad(), out_of_memory_as_error(loaded.memory), trace(loaded):
         logits = loaded.model(input_ids=ids, use_cache=False).logits
         runner = make_runner(loaded, fmt, 1 + fmt.blocks(positions), sequences=1)
         engine = Engine(runner, stop=stop_tokens(options.root))
@@ -118,8 +118,8 @@ def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, o
         generated=generated,
         cache=runner.kind,
         cache_bytes=runner.nbytes,
-        rows=tuple(loaded.account.rows()),
-        verdict=loaded.account.verdict(),
+        rows=tuple(gemm_rows(loaded.account)),
+        verdict=judge(loaded.account),
         memory_before=before,
         memory_after=device.used_memory(),
         memory_peak=device.peak_memory(),

@@ -19,7 +19,7 @@ from quantkit.archs.modeling import build_skeleton, load_config, parameter_value
 from quantkit.console import Progress
 from quantkit.errors import InputError
 from quantkit_runtime import attention, experts, split, stages
-from quantkit_runtime.account import Account, GemmTrace, unfused
+from quantkit_runtime.account import Account, unfused
 from quantkit_runtime.device import Device
 from quantkit_runtime.errors import UnsupportedDtype
 from quantkit_runtime.kv_cache import KvFormat, LayerSpec
@@ -67,11 +67,6 @@ class LoadedModel:
     @property
     def checked(self) -> Checked:
         return self.files.checked
-
-    def trace(self) -> GemmTrace:
-        """A context in which every floating-point GEMM is counted."""
-        names = {row.name: unfused(self.files.arch, self.files.experts, row.key) for row in self.planned}
-        return GemmTrace(self.account, self.model, names)
 
 
 def load_model(

@@ -95,7 +95,8 @@ def start(loaded: LoadedModel, options: Options) -> tuple[Engine, MemoryTable]:
 def _most_blocks(loaded: LoadedModel, fmt: KvFormat, room: int, batch: int, wanted: int) -> int:
     """On the rank with least room: ranks that run out at different steps would part ways."""
     own = 0 if isinstance(loaded.kv, str) else fmt.most_blocks(loaded.kv, room, batch, wanted)
-    return min(loaded.files.ranks.world.objects(own))
+    least: int = min(loaded.files.ranks.world.objects(own))
+    return least
 
 
 def _fits(loaded: LoadedModel, fmt: KvFormat, room: int) -> tuple[tuple[int, int], ...]:

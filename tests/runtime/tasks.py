@@ -13,6 +13,7 @@ from quantkit.errors import QuantkitError
 from quantkit.recipe import load_recipe
 from quantkit.spec.mesh import Mesh
 from quantkit_instruments import cli, comm
+from quantkit_instruments.trace import judge, trace
 from quantkit_runtime import device as devices
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.graft import load_model
@@ -46,12 +47,12 @@ def run_model(folder: Path, *prompts: torch.Tensor, dtype: str = "float32", **op
         folder, devices.resolve("cpu"), compute, cache_tokens=TOKENS + NEW_TOKENS, prompt_tokens=TOKENS, **options
     )
     ids = prompts[loaded.files.ranks.at.dp % len(prompts)]
-    with torch.no_grad(), loaded.trace():
+    with torch.no_grad(), trace(loaded):
         logits = loaded.model(input_ids=ids).logits
         fmt = KvFormat(compute, compute)
         engine = Engine(make_runner(loaded, fmt, 1 + fmt.blocks(ids.shape[1] + NEW_TOKENS)))
         (generated,) = engine.generate(ids.tolist(), NEW_TOKENS)
-    verdict = loaded.account.verdict()
+    verdict = judge(loaded.account)
     placements = [module.placement for module in loaded.model.modules() if hasattr(module, "placement")]
     return {
         "logits": logits.float().numpy(),

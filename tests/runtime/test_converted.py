@@ -17,6 +17,7 @@ from quantkit.errors import UsageError
 from quantkit.outdir import WORK_NAME
 from quantkit.recipe import load_recipe
 from quantkit.spec.mesh import Mesh
+from quantkit_instruments.trace import judge, trace
 from quantkit_runtime import loader
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.errors import BrokenShard
@@ -117,12 +118,12 @@ def test_every_family_runs_in_int8(tmp_path: Path, load: Load, family: str) -> N
     for form in FORMS:
         convert(source, tmp_path / form, load_recipe("w8a8"), form=form, jobs=1)
         loaded = load(tmp_path / form, cache_tokens=ids.shape[1])
-        with torch.no_grad(), loaded.trace():
+        with torch.no_grad(), trace(loaded):
             logits.append(loaded.model(input_ids=ids).logits)
         runner = make_runner(loaded, FLOAT, 1 + FLOAT.blocks(ids.shape[1]))
         Engine(runner).generate(ids.tolist(), 1)
         assert runner.nbytes == loaded.memory.kv_cache
-        verdict = loaded.account.verdict()
+        verdict = judge(loaded.account)
         assert verdict.expected > 0
         assert not verdict.fallbacks
         assert set(verdict.missing) <= loaded.account.routed

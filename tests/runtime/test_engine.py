@@ -13,13 +13,13 @@ from torch import Tensor
 
 from quantkit.archs.modeling import load_tokenizer
 from quantkit.errors import InputError, UsageError
+from quantkit_instruments.tokenizer import encode, stop_tokens
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.graft import LoadedModel
 from quantkit_runtime.kernels import reference
 from quantkit_runtime.kv_cache import KvCache, KvFormat
 from quantkit_runtime.runner import Chunk, PagedRunner, TransformersRunner
 from quantkit_runtime.session import make_runner
-from quantkit_runtime.tokenizer import encode, stop_tokens
 from tests.families import FAMILY_NAMES, VOCAB, make_tiny
 from tests.reference import transformers_model
 from tests.runtime import outputs

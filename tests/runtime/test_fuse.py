@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from quantkit.errors import UsageError
+from quantkit_instruments.trace import gemm_rows
 from quantkit_runtime import fuse
 from quantkit_runtime.account import Account
 from quantkit_runtime.graft import LoadedModel
@@ -58,12 +59,12 @@ def test_joined_projections_run_once_and_count_as_all(bias: bool) -> None:
     layer.q_proj, layer.k_proj, layer.v_proj = (int8(n, 16, n, account, bias) for n in (12, 4, 8))
     x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
     want = [layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)]
-    calls = sum(row.calls for row in account.rows() if row.phase == "forward")
+    calls = sum(row.calls for row in gemm_rows(account) if row.phase == "forward")
     [outcome] = fuse.apply(layer, ["qkv"])
     assert outcome.fused == ("",)
     got = [layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)]
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
-    assert sum(row.calls for row in account.rows() if row.phase == "forward") == calls + 1
+    assert sum(row.calls for row in gemm_rows(account) if row.phase == "forward") == calls + 1
     assert account.ran_int8("forward") == {"w12", "w4", "w8"}
     other = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(1))
     assert not torch.equal(layer.q_proj(other), got[0])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from quantkit_instruments.trace import gemm_rows
 from quantkit_runtime import experts
 from quantkit_runtime.account import Account
 from quantkit_runtime.errors import ShapeMismatch, UnsupportedDtype
@@ -71,7 +72,7 @@ def test_every_call_is_counted() -> None:
     linear, account = make_linear(torch.ones(4, 8))
     linear(torch.ones(1, 8))
     linear(torch.ones(2, 8))
-    [row] = account.rows()
+    [row] = gemm_rows(account)
     assert (row.kernel, row.dtype, row.weights, row.calls) == ("f32-chunks", "int8", 1, 2)
 
 

@@ -70,10 +70,10 @@ def command(
       quantkit-runtime bench OUT --ablate --lengths 512 --batches 1
     """
     from quantkit_instruments import bench
+    from quantkit_instruments.tokenizer import max_positions, require_positions
     from quantkit_runtime import device as devices
     from quantkit_runtime.loader import require_folder
     from quantkit_runtime.parallel import leave
-    from quantkit_runtime.tokenizer import max_positions, require_positions
 
     def measure(
         root: Path, lengths: Sequence[int], batches: Sequence[int], **changed: Any

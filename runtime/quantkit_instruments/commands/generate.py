@@ -46,10 +46,10 @@ def command(
       quantkit-runtime generate OUT --prompts texts.txt --temperature 0.7 --top-p 0.9
     """
     from quantkit.archs.modeling import load_tokenizer
+    from quantkit_instruments.tokenizer import encode, read_prompts, require_positions, stop_tokens
     from quantkit_runtime.loader import require_folder
     from quantkit_runtime.parallel import leave
     from quantkit_runtime.sampling import Sampling
-    from quantkit_runtime.tokenizer import encode, read_prompts, require_positions, stop_tokens
 
     require_folder(folder)
     tokenizer = load_tokenizer(folder)

@@ -16,8 +16,8 @@ from torch import nn
 from quantkit.archs.modeling import load_tokenizer
 from quantkit.errors import InputError
 from quantkit_instruments.perplexity import perplexity, windows
+from quantkit_instruments.tokenizer import stop_tokens
 from quantkit_runtime.graft import LoadedModel
-from quantkit_runtime.tokenizer import stop_tokens
 from tests.runtime import outputs
 from tests.runtime.conftest import TINY
 

@@ -19,8 +19,9 @@ from torch import nn
 from quantkit.errors import VerificationError
 from quantkit_instruments import smoke
 from quantkit_instruments.cli import main
+from quantkit_instruments.trace import GemmTrace, gemm_rows, judge, trace
 from quantkit_runtime import graft
-from quantkit_runtime.account import Account, GemmTrace, unfused
+from quantkit_runtime.account import Account, unfused
 from quantkit_runtime.graft import LoadedModel
 from quantkit_runtime.layers import Int8Experts, Int8Linear
 from tests.runtime import outputs
@@ -161,7 +162,7 @@ def test_float_gemms_are_found_wherever_they_are_called(
     """Routers call torch's linear function, not a module; the trace sees their weights all the same."""
     loaded = load(converted(model))
     arch, ids = loaded.files.arch, loaded.files.experts
-    with torch.no_grad(), loaded.trace():
+    with torch.no_grad(), trace(loaded):
         loaded.model(input_ids=torch.tensor([[1, 5, 9]]))
     seen = {name for row, names in loaded.account._weights.items() if row[1] == "float32" for name in names}
     kept = {"router", "lm_head", "mla.q_a", "mla.kv_a"}
@@ -200,9 +201,9 @@ def test_a_float_parameter_that_is_stored_in_int8_is_a_fallback(
     """As above, but the trace is made afterwards, so it knows the parameter and its GEMM by name."""
     loaded = load(converted(TINY[0]))
     replace_linear(loaded, "model.layers.2.self_attn.o_proj")
-    with torch.no_grad(), loaded.trace():
+    with torch.no_grad(), trace(loaded):
         loaded.model(input_ids=torch.tensor([[1, 5, 9]]))
-    assert loaded.account.verdict().fallbacks == ("layers.2.attn.o",)
+    assert judge(loaded.account).fallbacks == ("layers.2.attn.o",)
 
 
 def test_experts_in_floating_point_fail_the_run(converted: Converted, load: Callable[..., LoadedModel]) -> None:
@@ -212,10 +213,10 @@ def test_experts_in_floating_point_fail_the_run(converted: Converted, load: Call
     assert isinstance(stored, Int8Experts)
     del module._modules["down_proj"]
     module.down_proj = nn.Parameter(stored.weight.float() * stored.weight_scale)
-    with torch.no_grad(), loaded.trace():
+    with torch.no_grad(), trace(loaded):
         loaded.model(input_ids=torch.arange(3, 60)[None])
     smoke.self_test(loaded)
-    verdict = loaded.account.verdict()
+    verdict = judge(loaded.account)
     assert verdict.fallbacks
     assert {name.rsplit(".", 1)[0] for name in verdict.fallbacks} == {"layers.3.expert.down"}
     assert len(verdict.fallbacks) + len(verdict.missing) == 16
@@ -224,14 +225,14 @@ def test_experts_in_floating_point_fail_the_run(converted: Converted, load: Call
 
 def test_experts_without_tokens_are_told_apart(converted: Converted, load: Callable[..., LoadedModel]) -> None:
     loaded = load(converted(TINY[0]))
-    with torch.no_grad(), loaded.trace():
+    with torch.no_grad(), trace(loaded):
         loaded.model(input_ids=torch.tensor([[1]]))
-    before = loaded.account.verdict()
+    before = judge(loaded.account)
     # one token reaches 2 of 16 experts in each of 6 layers
     assert len(before.missing) == 6 * 14 * 3
     assert set(before.missing) <= loaded.account.routed
     smoke.self_test(loaded)
-    after = loaded.account.verdict()
+    after = judge(loaded.account)
     assert (after.forward, after.self_tested, after.missing) == (before.forward, 6 * 14 * 3, ())
     assert after.passed
 
@@ -239,7 +240,7 @@ def test_experts_without_tokens_are_told_apart(converted: Converted, load: Calla
 def test_a_dense_layer_that_never_ran_is_missing(converted: Converted, load: Callable[..., LoadedModel]) -> None:
     loaded = load(converted(TINY[0]))
     smoke.self_test(loaded)
-    verdict = loaded.account.verdict()
+    verdict = judge(loaded.account)
     assert set(verdict.missing) == loaded.account.expected - loaded.account.routed
     assert not verdict.passed
 
@@ -258,7 +259,7 @@ def test_offsets_of_a_grouped_gemm_are_not_its_dtype() -> None:
     a_MK, b_EKN = torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(2, 16, 16, dtype=torch.bfloat16)
     with GemmTrace(account, nn.Module(), {}):
         torch.ops.aten._grouped_mm(a_MK, b_EKN, torch.tensor([2, 4], dtype=torch.int32))
-    assert {row.dtype for row in account.rows()} == {"bfloat16"}
+    assert {row.dtype for row in gemm_rows(account)} == {"bfloat16"}
 
 
 def test_more_tokens_than_positions_are_refused_before_loading(converted: Converted, tmp_path: Path) -> None:
