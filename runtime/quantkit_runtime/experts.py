@@ -110,7 +110,7 @@ class Placement:
             counts = dp.gather(torch.tensor([tokens], device=x_TH.device), 0).tolist()
             x_TH, expert_Tk, weight_Tk = (_gathered(dp, x, counts) for x in (x_TH, expert_Tk, weight_Tk))
         local_Tk = self._local[mine, expert_Tk].where(self._owner(expert_Tk) == mine, -1)
-        out_TH = stage.sum(_combined(module, x_TH, local_Tk, weight_Tk))
+        out_TH = stage.sum_of(lambda rows: _combined(module, x_TH[rows], local_Tk[rows], weight_Tk[rows]), len(x_TH))
         start = sum(counts[: dp.index])
         return out_TH[start : start + tokens]
 

@@ -106,12 +106,16 @@ class Int8Linear(_Int8):
         if q_TK is None or scale is None or group != self.group_size or self.team.size > 1:
             q_TK, scale = self.quantize(x.reshape(-1, self.in_features))
         weight_scale, alone = self.weight_scale, self.team.size == 1
-        if self.adds_sums(x.dtype):
-            sums = self._run(self.names, q_TK, *_unscaled(scale, self.weight, weight_scale), None, x.dtype)
-            out = self.team.sum(sums) * scale * weight_scale.T
-        else:
-            bias = self.bias if alone else None
-            out = self.team.sum(self._run(self.names, q_TK, scale, self.weight, weight_scale, bias, x.dtype))
+        adds_sums = self.adds_sums(x.dtype)
+        bias = self.bias if alone else None
+
+        def product(rows: slice) -> Tensor:
+            scales = scale[rows], self.weight, weight_scale
+            return self._run(self.names, q_TK[rows], *(_unscaled(*scales) if adds_sums else scales), bias, x.dtype)
+
+        out = self.team.sum_of(product, len(q_TK))
+        if adds_sums:
+            out = out * scale * weight_scale.T
         if not alone and self.bias is not None:
             out = out + self.bias
         return out.reshape(*x.shape[:-1], self.out_features)

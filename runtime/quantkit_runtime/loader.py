@@ -25,7 +25,7 @@ WORK_FOLDER = ".quantkit-work"
 """What `quantkit convert` leaves in its output folder; without a manifest beside it the conversion is not finished."""
 
 
-def open_model(root: Path, *, verify: bool = True, on_card: bool = False) -> ModelFiles:
+def open_model(root: Path, *, verify: bool = True, on_card: bool = False, overlap: int = 0) -> ModelFiles:
     """Open a converted folder of either form, or a plain checkpoint, for this process. Reads headers only.
 
     Of shards it meets the other processes of their mesh first; what then fails on one rank fails on all.
@@ -33,6 +33,7 @@ def open_model(root: Path, *, verify: bool = True, on_card: bool = False) -> Mod
     Args:
         verify: check every tensor's checksum while reading.
         on_card: tensors will lie on cards (which library carries them from rank to rank).
+        overlap: see `parallel.Team`.
 
     Raises:
         InputError: no such folder, no config, no weights, a broken manifest or tensors without a role.
@@ -51,7 +52,7 @@ def open_model(root: Path, *, verify: bool = True, on_card: bool = False) -> Mod
         return ModelFiles(root, "source", config, _from_headers(root, config), {}, verify=verify, ranks=ranks)
     manifest = read_manifest(path)
     what = "these shards are" if manifest.form == "sharded" else "a checkpoint (not shards) is"
-    ranks = join(manifest.mesh, what, on_card=on_card)
+    ranks = join(manifest.mesh, what, on_card=on_card, overlap=overlap)
 
     def open_own() -> ModelFiles:
         names = _rank_files(manifest, ranks.rank)

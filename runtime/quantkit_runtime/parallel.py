@@ -33,11 +33,13 @@ class Team:
         ranks: global ranks, in order.
         index: place of this process among them.
         group: torch's process group, None for a team of one.
+        overlap: tokens from which `sum_of` sends one half while it computes the other; 0: never.
     """
 
     ranks: tuple[int, ...] = (0,)
     index: int = 0
     group: Any = None
+    overlap: int = 0
 
     @property
     def size(self) -> int:
@@ -46,6 +48,18 @@ class Team:
     def sum(self, x: Tensor) -> Tensor:
         """Sum over the team, in place where `x` is contiguous."""
         return self._reduce(x, dist.ReduceOp.SUM)
+
+    def sum_of(self, compute: Callable[[slice], Tensor], tokens: int) -> Tensor:
+        """Sum over the team of what `compute` gives for a range of the tokens: `[T, ...]`."""
+        if self.size == 1 or not 0 < self.overlap <= tokens:
+            return self.sum(compute(slice(0, tokens)))
+        halves, sums = (slice(0, tokens // 2), slice(tokens // 2, tokens)), []
+        for half in halves:
+            part = compute(half).contiguous()
+            sums.append((part, dist.all_reduce(part, group=self.group, async_op=True)))
+        for _, sent in sums:
+            sent.wait()
+        return torch.cat([part for part, _ in sums])
 
     def max(self, x: Tensor) -> Tensor:
         """Largest value over the team, element by element."""
@@ -174,12 +188,13 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def join(mesh: Mesh, what: str, *, on_card: bool = False) -> Ranks:
+def join(mesh: Mesh, what: str, *, on_card: bool = False, overlap: int = 0) -> Ranks:
     """Meet the other processes of a mesh.
 
     Args:
         what: was made for the mesh, for the message ("these shards are").
         on_card: tensors lie on cards.
+        overlap: see `Team`.
 
     Raises:
         UsageError: another number of processes runs than the mesh has ranks.
@@ -203,7 +218,7 @@ def join(mesh: Mesh, what: str, *, on_card: bool = False) -> Ranks:
             if len(ranks) > 1 and ranks not in made:
                 made[ranks] = dist.new_group(list(ranks), timeout=TIMEOUT)
             if rank in ranks:
-                teams[name] = Team(ranks, ranks.index(rank), made.get(ranks))
+                teams[name] = Team(ranks, ranks.index(rank), made.get(ranks), overlap)
     return Ranks(mesh, rank, **teams)
 
 

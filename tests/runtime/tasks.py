@@ -13,7 +13,7 @@ from quantkit.errors import QuantkitError
 from quantkit.recipe import load_recipe
 from quantkit.spec.mesh import Mesh
 from quantkit_instruments import cli, comm
-from quantkit_instruments.trace import judge, trace
+from quantkit_instruments.trace import gemm_rows, judge, trace
 from quantkit_runtime import device as devices
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.graft import load_model
@@ -59,6 +59,7 @@ def run_model(folder: Path, *prompts: torch.Tensor, dtype: str = "float32", **op
         "tokens": generated.tokens,
         "expected": loaded.account.expected,
         "routed": loaded.account.routed,
+        "calls": sum(row.calls for row in gemm_rows(loaded.account) if row.dtype == "int8"),
         "fallbacks": verdict.fallbacks,
         "missing": verdict.missing,
         "files": loaded.checked.files,

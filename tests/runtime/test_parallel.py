@@ -122,6 +122,20 @@ def test_in_bfloat16_each_rank_scales_its_part(families: Prepared, world: World)
         assert 0 < errors[1] < 1.5 * errors[0] < 0.1
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "gpt_oss"])
+def test_sums_that_overlap_with_computing_are_the_same(families: Prepared, world: World, family: str) -> None:
+    """Prefill in two halves, decode whole: the same bits, and a further product for each half."""
+    folder, _, _ = families[family]
+    for dtype in ("float32", "bfloat16"):
+        runs = [partial(tasks.run_model, overlap=overlap, dtype=dtype) for overlap in (0, tasks.TOKENS)]
+        whole, halves = (world.mesh(run, 2, folder / "tp2", tasks.prompt()) for run in runs)
+        for one, other in zip(whole, halves, strict=True):
+            assert np.array_equal(one["logits"], other["logits"])
+            assert one["tokens"] == other["tokens"]
+            assert one["expected"] == other["expected"]
+            assert other["calls"] > one["calls"]
+
+
 EXPERTS = {
     "ep": Mesh(tp=2, ep=2),
     "ep over replicas": Mesh(dp=2, ep=2),

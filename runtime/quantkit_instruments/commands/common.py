@@ -39,6 +39,11 @@ _OPTIONS = (
         **_SHOWN,
         help="Fusions: all, none, or of qkv, gate_up, act_quant, norm_quant, by commas.",
     ),
+    click.option(
+        "--overlap",
+        type=click.IntRange(0),
+        help="Tokens from which sums over ranks overlap with computing; 0: never. Default: 1024 on cards, 0 on CPUs.",
+    ),
     click.option("--no-graphs", is_flag=True, help="Do not record decode steps as graphs."),
     no_verify_option,
 )
@@ -63,6 +68,7 @@ def open_session(
     kv_block: int,
     chunk: int,
     fuse: str,
+    overlap: int | None,
     no_graphs: bool,
     no_verify: bool,
     sampling: Sampling | None = None,
@@ -84,7 +90,14 @@ def open_session(
     tokens = min(chunk, context * batch)
     kv = replace(KvFormat.of(kv_keys, kv_values, compute, kv_block), chunk=tokens)
     loaded = load_model(
-        folder, on, compute, verify=not no_verify, cache_tokens=context, prompt_tokens=tokens, kv_format=kv
+        folder,
+        on,
+        compute,
+        verify=not no_verify,
+        cache_tokens=context,
+        prompt_tokens=tokens,
+        kv_format=kv,
+        overlap=overlap,
     )
     fusions.apply(loaded.model, fusions.parse(fuse))
     options = session.Options(context, kv, batch, tokens, not no_graphs, sampling or Sampling(), stop)
