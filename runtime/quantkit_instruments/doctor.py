@@ -27,6 +27,8 @@ _DISPLAY, _ACCELERATOR = "0x03", "0x12"  # PCI base classes; processing accelera
 MASKS = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "CUDA_VISIBLE_DEVICES")
 CODES = {"torch": 10, "driver": 11, "cards": 12, "compute": 13, "memory": 14, "ecc": 15, "manifest": 16}
 """Check -> exit code of its problem; with several problems the first one's."""
+ANSWER = 10.0
+"""Seconds that a tool of the driver may take."""
 
 
 @dataclass(frozen=True)
@@ -181,14 +183,22 @@ def _ecc(cards: list[tuple[str, str, str]], root: Path) -> Iterator[Finding]:
     for address, vendor, _ in cards:
         counts = _read(root / "sys/bus/pci/devices" / address / "ras/umc_err_count")
         if vendor == "NVIDIA" and shutil.which("nvidia-smi"):
-            query = ["nvidia-smi", "-i", address, "--query-gpu=ecc.errors.uncorrected.volatile.total"]
-            done = subprocess.run([*query, "--format=csv,noheader"], capture_output=True, text=True, check=False)
-            counts = f"ue: {done.stdout.strip()}" if done.stdout.strip().isdigit() else ""
+            counts = _nvidia_ecc(address)
         wrong = [line for line in counts.splitlines() if line.startswith("ue:") and line.split(":")[1].strip() != "0"]
         if wrong:
             yield _problem("ecc", f"{address}: {wrong[0]} (memory errors that were not corrected)", "reset the card")
         else:
             yield Finding("ECC", f"{address}: {'no uncorrected errors' if counts else 'not readable'}")
+
+
+def _nvidia_ecc(address: str) -> str:
+    """As a `umc_err_count` file; empty where nvidia-smi does not say, or does not answer (a driver that hangs)."""
+    query = ["nvidia-smi", "-i", address, "--query-gpu=ecc.errors.uncorrected.volatile.total", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=ANSWER)
+    except subprocess.TimeoutExpired:
+        return ""
+    return f"ue: {done.stdout.strip()}" if done.stdout.strip().isdigit() else ""
 
 
 def _manifest(folder: Path) -> Iterator[Finding]:

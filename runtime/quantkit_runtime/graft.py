@@ -6,6 +6,7 @@ the arithmetic. A checkpoint without INT8 weights goes through the same code and
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +28,6 @@ from quantkit_runtime.layers import Int8Experts, Int8Linear
 from quantkit_runtime.loader import open_model
 from quantkit_runtime.memory import (
     MemoryPlan,
-    by_column,
     on_meta,
     out_of_memory_as_error,
     require,
@@ -162,8 +162,11 @@ def _memory_plan(
     prompt_tokens: int,
 ) -> MemoryPlan:
     distinct = {row.key: row for row in planned}.values()  # tied ends are one tensor
+    weights: Counter[str] = Counter()
+    for row in distinct:
+        weights[row.column] += row.nbytes
     return MemoryPlan(
-        weights=by_column((row.column, row.nbytes) for row in distinct),
+        weights=weights,
         scales=sum(row.scale_nbytes for row in distinct),
         kv_cache=kv_cache,
         workspace=workspace_bytes(files.dims, prompt_tokens, dtype, on_cpu=device.family == "cpu"),

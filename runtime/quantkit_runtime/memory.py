@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -212,11 +212,3 @@ def _error(plan: MemoryPlan, what: str) -> OutOfMemory:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
-
-
-def by_column(rows: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Sum (column, bytes) rows."""
-    total: dict[str, int] = {}
-    for column, size in rows:
-        total[column] = total.get(column, 0) + size
-    return total

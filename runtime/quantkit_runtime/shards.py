@@ -92,10 +92,6 @@ class ModelFiles:
         self._open.close()
         self._fused.clear()
 
-    @property
-    def nbytes(self) -> int:
-        return sum(stored.info.nbytes for stored in self.tensors.values())
-
     def has(self, key: Key) -> bool:
         return key in self.tensors
 

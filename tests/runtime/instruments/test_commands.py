@@ -212,6 +212,24 @@ def test_doctor_names_every_trouble_with_its_remedy(tmp_path: Path) -> None:
         assert [text in finding.found for finding in found if finding.check == kind and finding.code] == [True]
 
 
+@pytest.mark.parametrize(
+    ("answer", "code", "text"),
+    [("echo 0", 0, "no uncorrected errors"), ("echo 3", 15, "ue: 3"), ("exec sleep 60", 0, "not readable")],
+)
+def test_doctor_asks_the_drivers_tool_and_does_not_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, code: int, text: str
+) -> None:
+    (tmp_path / "bin").mkdir()
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{answer}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(doctor, "ANSWER", 0.5)
+    root = host(tmp_path / "host", vendor="0x10de", driver="nvidia", node="nvidiactl")
+    (row,) = (finding for finding in doctor.examine(root=root, env={}) if finding.check.lower() == "ecc")
+    assert (row.code, text in row.found) == (code, True)
+
+
 def test_doctor_holds_the_manifest_against_the_machine(converted: Converted, tmp_path: Path) -> None:
     found = doctor.examine(converted(TINY[0]))
     assert [finding.check for finding in found][-1] == "manifest"
