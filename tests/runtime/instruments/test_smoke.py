@@ -164,7 +164,7 @@ def test_float_gemms_are_found_wherever_they_are_called(
     arch, ids = loaded.files.arch, loaded.files.experts
     with torch.no_grad(), trace(loaded):
         loaded.model(input_ids=torch.tensor([[1, 5, 9]]))
-    seen = {name for row, names in loaded.account._weights.items() if row[1] == "float32" for name in names}
+    seen = {name for row, names in loaded.account.weights.items() if row[1] == "float32" for name in names}
     kept = {"router", "lm_head", "mla.q_a", "mla.kv_a"}
     want = {n for row in loaded.planned if row.key.role in kept for n in unfused(arch, ids, row.key)}
     assert seen == want
