@@ -67,7 +67,7 @@ def start(loaded: LoadedModel, options: Options) -> tuple[Engine, MemoryTable]:
     free = device.free_memory()
     reserve, width = int(free * RESERVE), fmt.blocks(options.context)
     room = free - workspace - reserve
-    blocks = _most_blocks(loaded, fmt, room, batch, 1 + batch * width)
+    (blocks,) = _most_blocks(loaded, fmt, room, (batch, width))
     if not isinstance(loaded.kv, str) and blocks < 1 + width:
         raise OutOfMemory(
             f"a sequence of {options.context} positions needs {width} KV blocks; {max(0, blocks - 1)} fit into "
@@ -92,20 +92,22 @@ def start(loaded: LoadedModel, options: Options) -> tuple[Engine, MemoryTable]:
     return Engine(runner, batch, options.chunk, options.stop, options.sampling), table
 
 
-def _most_blocks(loaded: LoadedModel, fmt: KvFormat, room: int, batch: int, wanted: int) -> int:
-    """On the rank with least room: ranks that run out at different steps would part ways."""
-    own = 0 if isinstance(loaded.kv, str) else fmt.most_blocks(loaded.kv, room, batch, wanted)
-    least: int = min(loaded.files.ranks.world.objects(own))
-    return least
+def _most_blocks(loaded: LoadedModel, fmt: KvFormat, room: int, *asked: tuple[int, int]) -> list[int]:
+    """Blocks of a pool, up to those for each asked (sequences, blocks of each), on the rank with least room: ranks that
+    run out at different steps would part ways."""
+    kv = loaded.kv
+    own = [0 if isinstance(kv, str) else fmt.most_blocks(kv, room, count, 1 + count * width) for count, width in asked]
+    return [min(found) for found in zip(*loaded.files.ranks.world.objects(own), strict=True)]
 
 
 def _fits(loaded: LoadedModel, fmt: KvFormat, room: int) -> tuple[tuple[int, int], ...]:
     """(sequences at once, longest context of each) of the pools that would fit into the room."""
-    longest, found = loaded.files.dims.max_positions or 1 << 30, []
-    for batch in (1 << power for power in range(9)):
-        blocks = _most_blocks(loaded, fmt, room, batch, 1 + batch * fmt.blocks(longest))
-        found.append((batch, min((blocks - 1) // batch * fmt.block, longest)))
-    return tuple(row for row in found if row[1] > 0)
+    longest, batches = loaded.files.dims.max_positions or 1 << 30, [1 << power for power in range(9)]
+    found = _most_blocks(loaded, fmt, room, *((batch, fmt.blocks(longest)) for batch in batches))
+    rows = [
+        (batch, min((blocks - 1) // batch * fmt.block, longest)) for batch, blocks in zip(batches, found, strict=True)
+    ]
+    return tuple(row for row in rows if row[1] > 0)
 
 
 def _workspace(loaded: LoadedModel, options: Options) -> int:

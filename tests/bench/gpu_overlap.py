@@ -64,10 +64,7 @@ def main() -> None:
             x = torch.randn((tokens, k // size), device=card.torch, dtype=torch.bfloat16)
             with torch.no_grad():
                 same = torch.equal(behind(x), beside(x))
-                times = [
-                    seconds(partial(one, x), ranks, 1 if args.small else REPEATS)
-                    for one in (behind, beside, behind, beside)
-                ]
+                times = [seconds(partial(one, x), ranks, repeats) for one in (behind, beside, behind, beside)]
             before, after = min(times[::2]), min(times[1::2])
             row = {"layer": name, "tokens": tokens, "us": before * 1e6, "us_overlap": after * 1e6, "same": same}
             report.data["rows"].append({**row, "gain": before / after})
