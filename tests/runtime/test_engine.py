@@ -139,15 +139,19 @@ def test_batches_and_chunks_change_nothing(tiny: Callable[[str], Path], load: Lo
         assert engine(loaded, 24, batch=batch, chunk=chunk).generate(texts, 12) == alone
 
 
-def test_a_small_pool_preempts_and_changes_nothing(tiny: Callable[[str], Path], load: Load) -> None:
-    loaded, texts = load(tiny("llama")), prompts(15, 14, 13)
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_a_small_pool_preempts_and_changes_nothing(tiny: Callable[[str], Path], load: Load, family: str) -> None:
+    """Also where half of the layers see a window and keep rings of three blocks."""
+    loaded, texts = load(tiny(family)), prompts(15, 14, 13)
     roomy = engine(loaded, 24, batch=3).generate(texts, 40)
-    drive = engine(loaded, 8, batch=3)
+    runner = make_runner(loaded, replace(FLOAT, chunk=8), 8, sequences=3)
+    assert isinstance(runner, PagedRunner)
+    assert len(runner.cache.rings) == (2 if family == "gpt_oss" else 1)
+    drive = Engine(runner, batch=3, chunk=8)
     assert drive.generate(texts, 40) == roomy
     assert drive.counts.preemptions > 0
-    assert isinstance(drive.runner, PagedRunner)
-    assert drive.runner.cache.free_blocks == 7
-    assert drive.counts.positions <= drive.runner.cache.capacity
+    assert runner.cache.free_blocks == 7
+    assert drive.counts.positions <= runner.cache.capacity
 
 
 class Replayed:
