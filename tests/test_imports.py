@@ -85,6 +85,45 @@ def test_what_the_runtime_shares_with_a_baseline_knows_no_calibration_or_convers
     assert not wrong
 
 
+LAYERS = (
+    "errors arithmetic rotation shipped threads garbage heap host report.page report.plots",
+    "spec console",
+    "archs outdir",
+    "recipe rope checkpoint",
+    "memory operators",
+    "crosscheck",
+    "plan chat_template compare acceptance",
+    "companions calibrate",
+    "inspect convert baseline",
+    "ladder",
+    "report",
+    "commands",
+    "cli",
+    "__main__",
+)
+"""Parts of the toolkit, lowest first: each imports at its top only what stands above its line here. What must reach
+downward, as a command that prints, imports inside the function that does."""
+
+
+def part_of(module: str) -> str:
+    """The part of `LAYERS` that a module of quantkit belongs to."""
+    names = module.removeprefix("quantkit.").split(".")
+    single = ".".join(names[:2])
+    return single if single in ("report.page", "report.plots") else names[0]
+
+
+def test_the_toolkit_imports_downward_only() -> None:
+    rank = {name: row for row, names in enumerate(LAYERS) for name in names.split()}
+    wrong = []
+    for path in files("quantkit"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        own = part_of(module)
+        assert module == "quantkit" or own in rank, f"{module}: give it a line in LAYERS"
+        found = {part_of(name) for name in top_level_imports(path) if name.startswith("quantkit.")}
+        wrong += [(module, name) for name in found - {own, "__version__"} if rank[name] >= rank.get(own, 0)]
+    assert not wrong
+
+
 @pytest.mark.parametrize("folder", ["quantkit/archs", "quantkit/spec", "quantkit/checkpoint"])
 def test_the_core_does_not_know_the_commands(folder: str) -> None:
     below = tuple(name for name in LOW_LEVEL if not folder.endswith(name.rpartition(".")[2]))

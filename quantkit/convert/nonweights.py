@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quantkit.outdir import WORK_NAME
-from quantkit.spec.manifest import CHECKPOINT_NAME, SHARDED_NAME, SIGNATURE_NAME, Dropped, read_manifest
+from quantkit.spec.manifest import (
+    BESIDE,
+    CHECKPOINT_NAME,
+    COMPARISON_NAME,
+    SHARDED_NAME,
+    SIGNATURE_NAME,
+    Dropped,
+    read_manifest,
+)
 
 _WEIGHT_SUFFIXES = (
     ".safetensors",
@@ -68,6 +76,8 @@ def _rule(root: Path, name: str) -> str:
         return "manifest of the conversion that made the source"
     if name == SIGNATURE_NAME:
         return "signature of the source, not of what is made of it"
+    if name == COMPARISON_NAME:
+        return "comparison of the source, not of what is made of it"
     if not (root / name).is_file():
         return "not a readable file"
     return ""
@@ -85,4 +95,4 @@ def _is_manifest(path: Path) -> bool:
 
 def is_ours(name: str) -> bool:
     """Whether a name in an output folder belongs to the machinery and not to the result."""
-    return name.split("/", 1)[0] == WORK_NAME or name == SIGNATURE_NAME
+    return name.split("/", 1)[0] == WORK_NAME or name in BESIDE

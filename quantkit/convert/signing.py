@@ -17,7 +17,7 @@ from typing import Any
 from quantkit.checkpoint.writer import write_atomic
 from quantkit.errors import InputError, UsageError
 from quantkit.outdir import WORK_NAME
-from quantkit.spec.manifest import SIGNATURE_NAME, manifest_path, read_manifest
+from quantkit.spec.manifest import BESIDE, SIGNATURE_NAME, manifest_path, read_manifest
 
 _GIT = frozenset({".gitattributes", ".gitignore"})
 """Left out of signatures by the package's convention; the signed manifest has their checksums."""
@@ -98,7 +98,7 @@ def _hashing(folder: Path) -> Any:
             items = [how.new_item(name, value) for name, value in digests.items()]
             return statement.Manifest(own.model_name, items, how)
 
-    return Recorded().set_ignored_paths(paths=[WORK_NAME, SIGNATURE_NAME])
+    return Recorded().set_ignored_paths(paths=[WORK_NAME, *BESIDE])
 
 
 def _module(name: str) -> Any:

@@ -27,6 +27,8 @@ from quantkit.spec.transform import Step
 SHARDED_NAME = "manifest.json"
 CHECKPOINT_NAME = "quantkit_manifest.json"
 SIGNATURE_NAME = "model.sig"  # beside either, when it was asked for; the usual name of model-signing
+COMPARISON_NAME = "quantkit_comparison.json"  # beside either, when one was saved; see quantkit.compare.saved
+BESIDE = (SIGNATURE_NAME, COMPARISON_NAME)  # in no manifest: they say something about a finished folder
 FORMAT_VERSION = 1
 EXTRA_FILES = "extra"  # set of shard files with whole tensors that no rank reads: draft layers, vision towers
 

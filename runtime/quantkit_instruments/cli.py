@@ -14,6 +14,7 @@ COMMANDS = {
     "compare": "quantkit_instruments.commands.compare",
     "doctor": "quantkit_instruments.commands.doctor",
     "generate": "quantkit_instruments.commands.generate",
+    "regress": "quantkit_instruments.commands.regress",
     "smoke-load": "quantkit_instruments.commands.smoke_load",
     "tune": "quantkit_instruments.commands.tune",
 }

@@ -13,7 +13,7 @@ from quantkit.archs.modeling import TOKENIZER_FILES, load_tokenizer
 from quantkit.compare.candidate import Subject
 from quantkit.compare.companions import companion_differences, tokenizer_record
 from quantkit.compare.compare import compare
-from quantkit.compare.limits import load_limits
+from quantkit.compare.limits import Kind, Limits, load_limits
 from quantkit.compare.result import Comparison, Difference
 from quantkit.console import Progress
 from quantkit.errors import NonFiniteError
@@ -31,13 +31,13 @@ from quantkit_runtime.session import make_runner
 
 @dataclass(frozen=True)
 class Options:
-    """What the command was asked for."""
+    """What the command was asked for; `limits` are a file of them, those of an earlier run, or the shipped ones."""
 
     baseline: Path
     candidate: Path
     device: str = "auto"
     dtype: str = "auto"
-    limits: Path | None = None
+    limits: Path | Limits | None = None
     verify: bool = True
 
 
@@ -48,7 +48,7 @@ def run(options: Options) -> Comparison:
         UsageError, InputError: the baseline, the limits or the candidate cannot be used.
     """
     baseline = read_baseline(options.baseline, verify=options.verify)
-    load_limits("int8", options.limits)  # a mistake in the file shows before anything is loaded
+    limits_for("int8", options.limits)  # a mistake in the file shows before anything is loaded
     require_folder(options.candidate)
     device = devices.resolve(options.device)
     dtype = devices.compute_dtype(options.dtype, device)
@@ -66,7 +66,7 @@ def run(options: Options) -> Comparison:
             options.baseline,
             baseline,
             Subject(loaded.model, loaded.files.arch, device.torch, dtype, transforms),
-            load_limits("int8" if quantized else "float", options.limits),
+            limits_for("int8" if quantized else "float", options.limits),
             facts={
                 "form": loaded.files.form,
                 "layers": str(baseline.layers),
@@ -80,6 +80,15 @@ def run(options: Options) -> Comparison:
             decode=_continuation(loaded),
             advance=progress.advance,
         )
+
+
+def limits_for(kind: Kind, given: Path | Limits | None) -> Limits:
+    """Limits for a candidate of this kind.
+
+    Raises:
+        UsageError: the file cannot be used.
+    """
+    return given if isinstance(given, Limits) else load_limits(kind, given)
 
 
 def _tokenizer(root: Path) -> Any:

@@ -6,7 +6,6 @@ Cards are looked for on the PCI bus as well as through torch, because the gap be
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -19,7 +18,9 @@ import torch
 
 from quantkit import __version__
 from quantkit.errors import QuantkitError, first_line
+from quantkit.host import driver_versions, triton_version
 from quantkit.spec.manifest import manifest_path, read_manifest
+from quantkit_instruments.since import since
 from quantkit_runtime.device import card_arch
 
 VENDORS = {"0x1002": "AMD", "0x1d94": "Hygon", "0x10de": "NVIDIA"}
@@ -104,11 +105,7 @@ def _driver(cards: list[tuple[str, str, str]], root: Path) -> Iterator[Finding]:
     if not cards:
         yield Finding("PCI", "no card of AMD, Hygon or NVIDIA; runs use the CPU")
         return
-    versions = [
-        f"{name} {_read(root / 'sys/module' / name / 'version') or 'loaded'}"
-        for name in ("amdgpu", "hydcu", "hycu", "nvidia")
-        if (root / "sys/module" / name).is_dir()
-    ]
+    versions = list(driver_versions(root))
     nodes = [
         root / "dev" / ("nvidiactl" if vendor == "NVIDIA" else "kfd") for vendor in sorted({card[1] for card in cards})
     ]
@@ -167,7 +164,7 @@ def _compute(index: int) -> Iterator[Finding]:
 
 
 def _tools(env: Mapping[str, str]) -> Iterator[Finding]:
-    triton = version("triton") if importlib.util.find_spec("triton") else ""
+    triton = triton_version()
     yield Finding(
         "Triton", triton or "not installed", "" if triton else "torch's kernels serve; the vendor's Triton is faster"
     )
@@ -211,8 +208,6 @@ def _manifest(folder: Path) -> Iterator[Finding]:
     except QuantkitError as error:
         yield _problem("manifest", error.message, error.hint)
         return
-    if manifest.tool_version != __version__:
-        yield Finding("manifest", f"written by quantkit {manifest.tool_version}", "use that version if loading fails")
     targets = {record.target for record in manifest.tensors if record.target}
     if targets:  # of whatever card: the loader takes plain weights only
         yield _problem(
@@ -222,3 +217,5 @@ def _manifest(folder: Path) -> Iterator[Finding]:
     if 0 < cards < manifest.mesh.world:
         yield Finding("manifest", f"made for {manifest.mesh.world} ranks, {cards} cards here", "start it on more nodes")
     yield Finding("manifest", f"{manifest.form}, {len(manifest.files)} files, quantkit {manifest.tool_version}")
+    for event in since(folder, manifest.environments):
+        yield Finding("changed", event.line, event.command)

@@ -13,6 +13,7 @@ from torch import Tensor
 from quantkit.archs.modeling import load_tokenizer
 from quantkit.arithmetic import quantize_tokens
 from quantkit.errors import VerificationError
+from quantkit_instruments.since import since
 from quantkit_instruments.tokenizer import encode, require_positions, stop_tokens
 from quantkit_instruments.trace import GemmRow, Verdict, gemm_rows, judge, trace
 from quantkit_runtime import device as devices
@@ -208,6 +209,7 @@ def as_json(result: Result) -> dict[str, Any]:
             "files": len(loaded.checked.files),
             "bytes": loaded.checked.nbytes,
         },
+        "changed_since": [event._asdict() for event in since(loaded.files.root, loaded.files.environments)],
         "unused_tensors": list(loaded.unused),
         "memory": {
             "planned": {**dict(plan.rows()), "total": plan.total},

@@ -58,7 +58,8 @@ def open_model(root: Path, *, verify: bool = True, on_card: bool = False, overla
         names = _rank_files(manifest, ranks.rank)
         _check_files(root, manifest, names)
         tensors, aliases = _from_manifest(root, manifest, architecture_for(config), names)
-        return ModelFiles(root, manifest.form, config, tensors, aliases, verify=verify, ranks=ranks)
+        made_with = manifest.environments
+        return ModelFiles(root, manifest.form, config, tensors, aliases, made_with, verify=verify, ranks=ranks)
 
     return ranks.together(open_own, f"opening {root}")
 

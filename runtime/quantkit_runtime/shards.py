@@ -15,6 +15,7 @@ from quantkit.archs import Architecture, Dims, Key, architecture_for
 from quantkit.archs.modeling import canonical_value
 from quantkit.archs.split import local_dims
 from quantkit.console import Progress
+from quantkit.spec.environment import Environment
 from quantkit.spec.tensorfile import TensorInfo
 from quantkit_runtime.parallel import Ranks
 from quantkit_runtime.reader import Reader
@@ -56,6 +57,7 @@ class ModelFiles:
         arch, dims: the family's record and the sizes of this rank's part; `whole_dims` are those of the model.
         tensors: key -> where it lies.
         aliases: key -> key whose bytes it shares.
+        environments: software that the files were made with, see `Manifest`.
         ranks: this process in the mesh that the files were made for.
         experts: ids of the routed experts that this rank holds, in the order of its stacked tensors.
         checked: what was read and compared with its checksum.
@@ -68,12 +70,13 @@ class ModelFiles:
         config: dict[str, Any],
         tensors: Mapping[Key, Stored],
         aliases: Mapping[Key, Key],
+        environments: tuple[Environment, ...] = (),
         *,
         verify: bool = True,
         ranks: Ranks | None = None,
     ) -> None:
         self.root, self.form, self.config = root, form, config
-        self.tensors, self.aliases, self.ranks = tensors, aliases, ranks or Ranks()
+        self.tensors, self.aliases, self.environments, self.ranks = tensors, aliases, environments, ranks or Ranks()
         self.arch: Architecture = architecture_for(config)
         self.whole_dims: Dims = self.arch.dims(config)
         mesh, experts = self.ranks.mesh, self.whole_dims.experts

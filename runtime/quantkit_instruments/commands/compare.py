@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from quantkit.console import console, json_option, print_json
+from quantkit.console import console, json_option, print_json, quoted
 from quantkit.errors import VerificationError
 from quantkit_instruments.commands.common import device_option, dtype_option, no_verify_option, print_table
 
@@ -24,6 +24,7 @@ _FOLDER = click.Path(path_type=Path)
 @click.argument("candidate", type=_FOLDER)
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML report to this file.")
 @click.option("--limits", type=click.Path(path_type=Path), help="YAML that replaces single limits.")
+@click.option("--save", is_flag=True, help="Keep what passed in CANDIDATE, for `quantkit-runtime regress`.")
 @device_option
 @dtype_option
 @no_verify_option
@@ -33,6 +34,7 @@ def command(
     candidate: Path,
     report: Path | None,
     limits: Path | None,
+    save: bool,
     device: str,
     dtype: str,
     no_verify: bool,
@@ -46,15 +48,18 @@ def command(
 
     \b
     Example:
-      quantkit-runtime compare BASELINE OUT --report comparison.html
+      quantkit-runtime compare BASELINE OUT --report comparison.html --save
     """
     from quantkit.compare.report import check_place, sentences, write_report
-    from quantkit_instruments import compare
+    from quantkit_instruments import compare, regress
 
     out = console(as_json)
     if report is not None:
         check_place(report)
-    result = compare.run(compare.Options(baseline, candidate, device, dtype, limits, verify=not no_verify))
+    if save:
+        regress.check_savable(candidate)
+    options = compare.Options(baseline, candidate, device, dtype, limits, verify=not no_verify)
+    result = compare.run(options)
     if report is not None:
         write_report(report, result)
         out.print(f"report: {report}", markup=False)
@@ -68,6 +73,9 @@ def command(
             items=sentences(result),
         )
     out.print("passed: the candidate keeps to every limit")
+    if save:
+        out.print(f"saved: {regress.keep(options, result)}", markup=False)
+        out.print(f"after an upgrade: quantkit-runtime regress {quoted(candidate)}", markup=False)
 
 
 def _print(out: Console, result: Comparison) -> None:

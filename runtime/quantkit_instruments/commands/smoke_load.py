@@ -82,7 +82,10 @@ def _print_loaded(out: Console, loaded: LoadedModel) -> None:
 
 
 def _print_ranks(out: Console, reports: list[dict[str, Any]]) -> None:
-    """One row for each rank, with what can differ between them."""
+    """What changed since the conversion, then one row for each rank, with what can differ between them."""
+    for event in reports[0]["changed_since"]:
+        out.print(f"note: since {event['event']}: {'; '.join(event['changed'])}", markup=False)
+        out.print(f"  next: {event['command']}", markup=False)
     busiest = [
         max((max(load) * len(load) / max(sum(load), 1) for load in report["expert_load"].values()), default=0.0)
         for report in reports

@@ -1,0 +1,50 @@
+"""What has changed since a folder was converted, and since a comparison of it was saved: versions, driver, kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from quantkit.compare.saved import read_saved
+from quantkit.console import quoted
+from quantkit.errors import QuantkitError, UsageError
+from quantkit.host import versions
+from quantkit.spec.environment import Environment, changes
+
+
+class Since(NamedTuple):
+    """Changes since an event; `command` proves again what may no longer hold."""
+
+    event: str
+    changed: tuple[str, ...]
+    command: str
+
+    @property
+    def line(self) -> str:
+        return f"since {self.event}: {'; '.join(self.changed)}"
+
+
+def since(folder: Path, converted: Iterable[Environment]) -> list[Since]:
+    """Events after which something changed; none where all is as it was.
+
+    Args:
+        converted: `Manifest.environments` of the folder.
+    """
+    here = quoted(folder)
+    found = [Since("the conversion", _lines(converted), f"quantkit-runtime compare BASELINE {here} --save")]
+    try:
+        saved = read_saved(folder)
+    except UsageError:  # none was saved
+        pass
+    except QuantkitError as error:
+        found.append(Since("the saved comparison", (error.message,), error.hint))
+    else:
+        again = f"quantkit-runtime regress {here}"
+        found[0] = found[0]._replace(command=again)
+        found.append(Since("the saved comparison", _lines([saved.environment]), again))
+    return [row for row in found if row.changed]
+
+
+def _lines(recorded: Iterable[Environment]) -> tuple[str, ...]:
+    return tuple(change.line for change in changes(recorded, versions()))

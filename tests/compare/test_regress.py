@@ -1,0 +1,221 @@
+"""`compare --save` and `quantkit-runtime regress`: what is unchanged passes, another arithmetic is seen."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from quantkit.cli import main as toolkit
+from quantkit.compare.saved import TOLERANCES, Figure, Tolerance, movements, read_saved
+from quantkit.convert.run import convert
+from quantkit.host import versions
+from quantkit.recipe import load_recipe
+from quantkit.spec.manifest import COMPARISON_NAME, read_manifest
+from quantkit.spec.tensorfile import read_header
+from quantkit_instruments.cli import main as runtime
+from quantkit_runtime.kernels import registry
+
+Make = Callable[[str], Path]
+
+
+def call(*words: object) -> Result:
+    done = CliRunner().invoke(runtime, [str(word) for word in words])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done
+
+
+def compare(folder: Path, *options: object) -> Result:
+    return call("compare", folder / "baseline", folder / "out", "--device", "cpu", *options)
+
+
+@pytest.fixture
+def empty(baseline_of: Make, int8: Make, tmp_path: Path) -> Path:
+    """A folder with a baseline and a candidate of it."""
+    shutil.copytree(baseline_of("llama"), tmp_path / "baseline")
+    shutil.copytree(int8("llama"), tmp_path / "out")
+    return tmp_path
+
+
+@pytest.fixture
+def folder(empty: Path) -> Path:
+    """The same with a saved comparison."""
+    done = compare(empty, "--save")
+    assert done.exit_code == 0, done.output
+    assert f"quantkit-runtime regress {empty / 'out'}" in done.output
+    return empty
+
+
+def scaled(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """From now on the INT8 product is off by this factor."""
+    find = registry.find
+
+    def found(op: str, *arguments: Any, **options: Any) -> registry.Kernel:
+        kernel = find(op, *arguments, **options)
+        if op != "w8a8_gemm":
+            return kernel
+        return registry.Kernel(kernel.name, lambda *operands: kernel.run(*operands) * factor)
+
+    monkeypatch.setattr(registry, "find", found)
+
+
+# ---------------------------------------------------------------------------------------------------- figures
+
+
+def test_what_is_unchanged_passes(folder: Path) -> None:
+    done = call("regress", folder / "out", "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["passed"]
+    assert report["changed"] == []
+    assert {row["name"].split()[0] for row in report["figures"]} >= {"kl_mean", "layer_error", "head_kl"}
+    assert all(row["then"] == row["now"] for row in report["figures"])
+    assert any(row["then"] for row in report["figures"])
+
+
+@pytest.mark.parametrize("factor", [0.97, 1.03])
+def test_a_kernel_that_is_off_is_seen_where_limits_do_not_see_it(
+    factor: float, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaled(monkeypatch, factor)
+    assert compare(folder).exit_code == 0, "else this test shows nothing"
+    done = call("regress", folder / "out")
+    assert done.exit_code == 4
+    assert "layer_error layers.0: " in done.output
+    assert "MOVED" in done.output
+    assert "changed since: nothing that is recorded" in done.output
+
+
+def test_figures_that_improve_are_seen_too(folder: Path) -> None:
+    """As when weights run in another arithmetic than the one that was saved."""
+    then = read_saved(folder / "out").figures
+    better = {
+        name: Figure(value=figure.value / 2) if name.startswith("layer_error") else figure
+        for name, figure in then.items()
+    }
+    assert {row.name.split()[0] for row in movements(then, better) if not row.passed} == {"layer_error"}
+    assert all(row.passed for row in movements(then, then))
+    assert not all(row.passed for row in movements(then, {}))
+    unknown = {name: Figure(value=float("nan")) for name in then}
+    assert not any(row.passed for row in movements(then, unknown, 1000))
+    assert {name.split()[0] for name in then} <= TOLERANCES.keys()
+
+
+def test_chance_is_allowed_for_by_the_number_of_tokens() -> None:
+    tolerance = Tolerance(share=0.05, spread=1.0, floor=0.001)
+    assert tolerance.allowed(Figure(value=2.0)) == pytest.approx(2 * 0.05 + 0.001)
+    assert tolerance.allowed(Figure(value=-2.0, tokens=400)) == pytest.approx(2 * (0.05 + 1 / 20) + 0.001)
+
+
+def test_a_changed_weight_is_seen(empty: Path) -> None:
+    assert compare(empty, "--save", "--no-verify").exit_code == 0
+    (path,) = (empty / "out").glob("*.safetensors")
+    tensors = read_header(path).tensors
+    at = next(tensors[name] for name in tensors if name.endswith("layers.1.mlp.down_proj.weight_scale"))
+    raw = bytearray(path.read_bytes())
+    raw[at.start : at.end] = (np.frombuffer(raw[at.start : at.end], "<f4") * np.float32(1.1)).tobytes()
+    path.write_bytes(raw)
+    done = call("regress", empty / "out")
+    assert done.exit_code == 4, done.output
+    assert "layers.1.mlp.down" in done.output
+    assert compare(empty, "--save").exit_code == 3, "checksums are checked unless they were not when it was saved"
+
+
+def test_versions_that_changed_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {**versions(), "torch": "9.0.0", "driver": "amdgpu 6.12.12"}
+    for module in ("regress", "since"):
+        monkeypatch.setattr(f"quantkit_instruments.{module}.versions", lambda: now)
+    done = call("regress", folder / "out", "--json")
+    assert done.exit_code == 0, "other versions alone are no failure"
+    assert [row["name"] for row in json.loads(done.stdout)["changed"]] == ["torch", "driver"]
+    scaled(monkeypatch, 1.03)
+    assert "changed since: torch, driver" in call("regress", folder / "out").output
+
+
+# ------------------------------------------------------------------------------------ what doctor and smoke-load say
+
+
+def test_doctor_and_smoke_load_say_what_changed(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = empty / "out"
+    assert "changed" not in {row["check"] for row in json.loads(call("doctor", out, "--json").stdout)["findings"]}
+    before = versions()
+    monkeypatch.setattr(
+        "quantkit_instruments.since.versions", lambda: {**before, "torch": "9.0.0", "kernels": "f" * 64}
+    )
+    said = f"kernels {before['kernels'][:12]}, now {'f' * 12}; torch {before['torch']}, now 9.0.0"
+    done = call("doctor", out)
+    assert f"since the conversion: {said}" in done.output
+    assert f"next: quantkit-runtime compare BASELINE {out} --save" in done.output
+    done = call("smoke-load", out, "--device", "cpu", "--max-new-tokens", 1)
+    assert done.exit_code == 0, done.output
+    assert f"note: since the conversion: {said}" in done.output
+    monkeypatch.undo()
+    assert compare(empty, "--save").exit_code == 0
+    monkeypatch.setattr("quantkit_instruments.since.versions", lambda: {**before, "driver": "amdgpu 7"})
+    report = json.loads(call("smoke-load", out, "--device", "cpu", "--max-new-tokens", 1, "--json").stdout)
+    assert [row["event"] for row in report["changed_since"]] == ["the conversion", "the saved comparison"]
+    assert {row["command"] for row in report["changed_since"]} == {f"quantkit-runtime regress {out}"}
+
+
+# -------------------------------------------------------------------------------------------------- the saved file
+
+
+def test_it_belongs_to_the_folder_and_to_nothing_made_of_it(folder: Path) -> None:
+    text = (folder / "out" / COMPARISON_NAME).read_text()
+    assert str(folder) not in text
+    verified = CliRunner().invoke(toolkit, ["verify", str(folder / "out")])
+    assert verified.exit_code == 0, verified.output
+    manifest = convert(folder / "out", folder / "again", load_recipe("w8a8"), form="sharded", jobs=1)
+    assert not (folder / "again" / COMPARISON_NAME).exists()
+    assert COMPARISON_NAME in {row.name for row in manifest.dropped}
+    assert read_saved(folder / "out").candidate_digest == read_manifest(folder / "out/quantkit_manifest.json").digest
+
+
+def test_another_candidate_or_baseline_is_refused(folder: Path, baseline_of: Make, source: Make) -> None:
+    (folder / "baseline").rename(folder / "moved")
+    done = call("regress", folder / "out")
+    assert done.exit_code == 2
+    assert "--baseline" in done.output
+    assert call("regress", folder / "out", "--baseline", folder / "moved").exit_code == 0
+    done = call("regress", folder / "out", "--baseline", baseline_of("tiny-minimax-m2"))
+    assert done.exit_code == 3
+    assert "is not the baseline of the saved comparison" in done.output
+    convert(source("llama"), folder / "other", load_recipe("bf16"), jobs=1)
+    shutil.copy(folder / "out" / COMPARISON_NAME, folder / "other")
+    done = call("regress", folder / "other", "--baseline", folder / "moved")
+    assert done.exit_code == 3
+    assert "was converted again" in done.output
+
+
+def test_a_changed_or_missing_file_is_refused(folder: Path) -> None:
+    path = folder / "out" / COMPARISON_NAME
+    whole = path.read_text()
+    for broken in (whole.replace('"dtype": "float32"', '"dtype": "bfloat16"'), whole[:100], "[]", ""):
+        assert broken != whole
+        path.write_text(broken)
+        done = call("regress", folder / "out")
+        assert done.exit_code == 3, done.output
+        assert "--save" in done.output
+        assert "--save" in call("doctor", folder / "out").output
+    path.unlink()
+    done = call("regress", folder / "out")
+    assert done.exit_code == 2
+    assert "--save" in done.output
+
+
+def test_only_what_passed_and_can_be_identified_is_saved(empty: Path, source: Make) -> None:
+    (empty / "limits.yaml").write_text("int8: {kl_mean: 1.0e-9}\n")
+    assert compare(empty, "--save", "--limits", empty / "limits.yaml").exit_code == 4
+    assert not (empty / "out" / COMPARISON_NAME).exists()
+    done = call("compare", empty / "baseline", source("llama"), "--save")
+    assert done.exit_code == 2
+    assert "has no manifest" in done.output
+    (empty / "limits.yaml").write_text("int8: {kl_mean: 0.5}\n")
+    assert compare(empty, "--save", "--limits", empty / "limits.yaml").exit_code == 0
+    assert read_saved(empty / "out").limits.kl_mean == 0.5, "and a rerun keeps to them"
