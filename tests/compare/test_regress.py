@@ -123,7 +123,7 @@ def test_a_changed_weight_is_seen(empty: Path) -> None:
     path.write_bytes(raw)
     done = call("regress", empty / "out")
     assert done.exit_code == 4, done.output
-    assert "layers.1.mlp.down" in done.output
+    assert "layer 1: the weight mlp.down is 1.1 times the source" in done.output
     assert compare(empty, "--save").exit_code == 3, "checksums are checked unless they were not when it was saved"
 
 
