@@ -88,7 +88,8 @@ class PagedRunner:
     def decode_rows(self, rows: Tensor) -> Tensor:
         """One token of each sequence from int32 rows `[B, row_width]`: id, position, then slots and tables by group."""
         groups = len(self.cache.rings)
-        packed, tables = rows[:, : 2 + groups].T.long(), rows[:, 2 + groups :].unflatten(1, (groups, -1))
+        packed = rows[:, : 2 + groups].T.contiguous().long()  # once, and not by every layer that reads it
+        tables = rows[:, 2 + groups :].unflatten(1, (groups, -1))
         step = Step(self.cache, self._writer(packed[2:]), tables, rows[:, 1] + 1, self.decode)
         return self._run(packed, 0, step)
 

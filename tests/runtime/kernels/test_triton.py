@@ -133,6 +133,11 @@ def test_combine_leaves_out_what_other_ranks_compute(triton_kernels: Modules, m:
     close(triton_kernels["routing"].combine(out, weights, index, 7), reference.combine(out, weights, index, 7))
 
 
+def columns(x: Tensor) -> Tensor:
+    """The same values lying apart, as columns of a wider tensor do."""
+    return torch.stack((x, torch.full_like(x, 99)), -1)[..., 0]
+
+
 @pytest.mark.parametrize("window", [0, 7, 40])
 @pytest.mark.parametrize(("int8_keys", "int8_values"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("heads", [(6, 3), (5, 1)])
@@ -146,8 +151,9 @@ def test_paged_decode(
         q, pages.k_cache, pages.k_scale, pages.v_cache, pages.v_scale, pages.block_table, pages.lengths, 0.3,
         sinks, window, 5.0 if window == 7 else 0.0,
     )  # fmt: skip
-    for programs in (1, 40):
-        got = triton_kernels["attention"].paged_decode(*args, config=Attention(16, 4, 2, programs))
+    strided = (*args[:5], columns(pages.block_table), columns(pages.lengths), *args[7:])
+    for programs, given in ((1, args), (40, strided)):
+        got = triton_kernels["attention"].paged_decode(*given, config=Attention(16, 4, 2, programs))
         close(got, reference.paged_decode(*args), 5e-4 if int8_keys else 1e-5)  # queries to 15 bits over INT8 keys
 
 
@@ -167,7 +173,7 @@ def test_rope_write(triton_kernels: Modules, int8_keys: bool, int8_values: bool)
         return made
 
     ours, theirs = caches(), caches()
-    got = triton_kernels["cache"].rope_write(qkv, cos, sin, places, *ours)
+    got = triton_kernels["cache"].rope_write(columns(qkv), columns(cos), columns(sin), columns(places), *ours)
     close(got, reference.rope_write(qkv, cos, sin, places, *theirs))
     for one, other in zip(ours, theirs, strict=True):
         if one is not None and other is not None:

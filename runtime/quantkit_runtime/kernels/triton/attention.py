@@ -138,7 +138,7 @@ def paged_decode(
     out = q_BHD.new_empty((b, h, dim_v))
     if not b:
         return out
-    table = tuning()
+    table, block_table = tuning(), block_table if block_table.stride(1) == 1 else block_table.contiguous()
     config = config or (table.attention_float if k_scale is None else table.attention)
     longest = min(block_table.shape[1] * page, window or block_table.shape[1] * page)
     shares = config.shares(b * kv_heads, longest)
@@ -146,14 +146,14 @@ def paged_decode(
     ends = q_BHD.new_empty((2, b, h, shares), dtype=torch.float32)
     bv = triton.next_power_of_2(dim_v)
     _share[(b, kv_heads, shares)](
-        q_BHD.contiguous(), k_cache, k_scale, v_cache, v_scale, block_table, lengths, part, ends[0], ends[1],
-        scale, softcap, window, h, block_table.stride(0), dim, dim_v, shares,
+        q_BHD.contiguous(), k_cache, k_scale, v_cache, v_scale, block_table, lengths.contiguous(), part,
+        ends[0], ends[1], scale, softcap, window, h, block_table.stride(0), dim, dim_v, shares,
         REP=h // kv_heads, PAGE=page, INT8_K=k_scale is not None, INT8_V=v_scale is not None, SOFTCAP=softcap > 0,
         BH=max(16, triton.next_power_of_2(h // kv_heads)), BN=config.bn, BD=max(32, triton.next_power_of_2(dim)),
         BV=max(16, bv), **overlap(), num_warps=config.warps, num_stages=config.stages_of(longest, shares),
     )  # fmt: skip
     _join[(b * h,)](
-        part, ends[0], ends[1], sinks, out, h, shares, dim_v,
+        part, ends[0], ends[1], None if sinks is None else sinks.contiguous(), out, h, shares, dim_v,
         SINKS=sinks is not None, BS=triton.next_power_of_2(shares), BV=bv, **overlap(),
     )  # fmt: skip
     return out

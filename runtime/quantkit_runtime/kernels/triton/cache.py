@@ -71,7 +71,7 @@ def rope_write(
     q = qkv_TD.new_empty((tokens, heads, dim))
     if tokens:
         _rope_write[(tokens, heads + 2 * kv_heads)](
-            qkv_TD.contiguous(), cos_TR.contiguous(), sin_TR.contiguous(), places, q,
+            qkv_TD.contiguous(), cos_TR.contiguous(), sin_TR.contiguous(), places.contiguous(), q,
             k_cache, k_scale, v_cache, v_scale, heads, kv_heads, PAGE=page, DIM=dim,
             INT8_K=k_scale is not None, INT8_V=v_scale is not None, BD=triton.next_power_of_2(dim),
             num_warps=1, **overlap(),
