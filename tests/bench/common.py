@@ -97,7 +97,9 @@ def run(
         out.seek(0)
         err.seek(0)
         if code and check:
-            raise SystemExit(f"error: {' '.join(words)} exited with {code}:\n{err.read()[-3000:]}")
+            text = err.read()
+            named = [line for line in text.splitlines() if "Error" in line][:5]  # a trace of C++ may bury them
+            raise SystemExit(f"error: {' '.join(words)} exited with {code}:\n" + "\n".join([*named, text[-3000:]]))
         cpu = after.children_user + after.children_system - before.children_user - before.children_system
         return Measured(seconds, cpu, watch.rss, watch.pss, watch.anon, watch.processes, out.read())
 
