@@ -37,16 +37,16 @@ def channel_scales(w_NK: Tensor) -> Tensor:
 
 def quantize(x: Tensor, scale: Tensor) -> Tensor:
     """Quantize `x` with a float32 `scale` that broadcasts against it -> int8 of x's shape."""
-    return _rounded(x.float() / scale)
+    return _rounded(x.float() / scale).to(torch.int8)
 
 
-def quantize_scratch(x: Tensor, scale: Tensor) -> Tensor:
-    """As `quantize`, on a float32 `x` that the caller gives up: its values are overwritten."""
+def quotient_scratch(x: Tensor, scale: Tensor) -> Tensor:
+    """The values of `quantize`, but in a float32 `x` that the caller gives up: it is overwritten."""
     return _rounded(x.div_(scale))
 
 
 def _rounded(quotient: Tensor) -> Tensor:
-    return quotient.round_().clamp_(-QMAX, QMAX).to(torch.int8)
+    return quotient.round_().clamp_(-QMAX, QMAX)
 
 
 def dequantize(q: Tensor, scale: Tensor) -> Tensor:

@@ -31,6 +31,9 @@ from quantkit.spec.tensorfile import DTYPE_BITS, TensorInfo, read_tensor
 
 MAX_OPEN_FILES = 16
 
+ReadInto = Callable[[int], Tensor]
+"""Gives memory for so many bytes: a contiguous uint8 tensor."""
+
 QUANTIZED_PARTS = PARTS - {"weight", "bias"}
 """Parts that stand beside a weight, or in its place, when it is quantized."""
 
@@ -95,7 +98,10 @@ class OpenFiles:
         self._open: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
 
-    def read(self, file: str, info: TensorInfo, rows: tuple[int, int] | None = None) -> Tensor:
+    def read(
+        self, file: str, info: TensorInfo, rows: tuple[int, int] | None = None, into: ReadInto | None = None
+    ) -> Tensor:
+        """As `read_tensor`."""
         path = self._root / file
         with self._lock:
             fd = self._open.pop(file, None)
@@ -105,7 +111,7 @@ class OpenFiles:
                 except OSError as error:
                     raise InputError(f"{path}: {error.strerror or error}", "check the path") from error
         try:
-            return read_tensor(fd, info, rows, path=path)
+            return read_tensor(fd, info, rows, path=path, into=into)
         finally:
             self._release(file, fd)
 
@@ -192,10 +198,13 @@ class Source:
     def has(self, key: Key) -> bool:
         return key in self.entries
 
-    def fetch(self, key: Key, rows: tuple[int, int] | None = None) -> Tensor:
+    def fetch(self, key: Key, rows: tuple[int, int] | None = None, into: ReadInto | None = None) -> Tensor:
         """Decoded tensor of a stored key, or rows of it along dimension 0, as stored (no transposition).
 
         Rows of a quantized weight equal those of the whole bit for bit; no more than they need is read.
+
+        Args:
+            into: memory for the stored values, see `read_tensor`; the result may lie in it.
 
         Raises:
             InputError: a read error, or a quantized weight or its scale that is not finite.
@@ -203,19 +212,23 @@ class Source:
         entry = self.entries[key]
         if rows is not None and not 0 <= rows[0] <= rows[1] <= entry.shape[0]:
             raise ValueError(f"rows {rows} of {entry.name} {entry.shape}")
-        return entry.format.decode(entry.stored, self._reader(entry.stored), rows, self.context)
+        return entry.format.decode(
+            entry.stored, self._reader(entry.stored, into, entry.format.payload[0]), rows, self.context
+        )
 
-    def _reader(self, stored: Mapping[str, TensorInfo]) -> ReadPart:
+    def _reader(self, stored: Mapping[str, TensorInfo], into: ReadInto | None = None, payload: str = "") -> ReadPart:
         def read(part: str, rows: tuple[int, int] | None) -> Tensor:
             info = stored[part]
-            return self._files.read(self.index.file_of[info.name], info, rows)
+            return self._files.read(self.index.file_of[info.name], info, rows, into if part == payload else None)
 
         return read
 
-    def read_stored(self, entry: Entry, part: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """One stored tensor of an entry, as it lies on disk."""
+    def read_stored(
+        self, entry: Entry, part: str, rows: tuple[int, int] | None = None, into: ReadInto | None = None
+    ) -> Tensor:
+        """One stored tensor of an entry, as it lies on disk; `into` as for `fetch`."""
         info = entry.stored[part]
-        return self._files.read(self.index.file_of[info.name], info, rows)
+        return self._files.read(self.index.file_of[info.name], info, rows, into)
 
     def get(self, key: Key) -> Tensor:
         """Tensor of any key in canonical orientation, built from what the source stores (`assemble`).

@@ -28,7 +28,7 @@ from torch import Tensor
 from quantkit.archs import Key, Kind
 from quantkit.checkpoint.effects import Effect, Effects, Vectors, matrix_shape
 from quantkit.checkpoint.formats import plain
-from quantkit.checkpoint.reader import Entry, Source
+from quantkit.checkpoint.reader import Entry, ReadInto, Source
 from quantkit.checkpoint.refusals import check_transforms
 from quantkit.spec.tensorfile import TensorInfo
 from quantkit.spec.transform import Transforms
@@ -97,10 +97,10 @@ class TransformedSource(Source):
 
     # ------------------------------------------------------------------------------------------------ reading
 
-    def fetch(self, key: Key, rows: tuple[int, int] | None = None) -> Tensor:
+    def fetch(self, key: Key, rows: tuple[int, int] | None = None, into: ReadInto | None = None) -> Tensor:
         """As `Source.fetch`; float32 when the key is transformed."""
         if not self.is_transformed(key):
-            return self.base.fetch(key, rows)
+            return self.base.fetch(key, rows, into)
         shape = self.entries[key].shape
         if rows is not None and not 0 <= rows[0] <= rows[1] <= shape[0]:
             raise ValueError(f"rows {rows} of {self.entries[key].name} {shape}")

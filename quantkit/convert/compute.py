@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantkit.archs import Key, Kind
 from quantkit.archs.assemble import Location, assemble
-from quantkit.arithmetic import SCALE_FLOOR, channel_scales, quantize_scratch
+from quantkit.arithmetic import SCALE_FLOOR, channel_scales, quotient_scratch
 from quantkit.checkpoint.formats import int8_channel
 from quantkit.checkpoint.reader import OpenFiles, Source
 from quantkit.convert.units import How, PlannedTensor, Zeros
@@ -121,11 +121,13 @@ class Producer:
     def __init__(self, source: Source, scales: Calibrated | None = None) -> None:
         self._source, self._calibrated = source, scales
         self._scales: dict[str, Tensor] = {}
-        # made once for all tensors: a new one for each few rows leaves holes in the heap that add up
+        # made once for all tensors: fresh memory for each few rows costs a page fault for every 4 KiB
         self._scratch = torch.empty(ROUND_ELEMENTS)
+        self._codes = torch.empty(ROUND_ELEMENTS, dtype=torch.int8)
+        self._read = torch.empty(0, dtype=torch.uint8)
 
     def produce(self, tensor: PlannedTensor) -> Iterator[Tensor]:
-        """Contiguous parts of `tensor` in row order, in its dtype.
+        """Contiguous parts of `tensor` in row order, in its dtype; each is good until the next one is asked for.
 
         Raises:
             InputError: a read error, or weights that are not finite (named).
@@ -191,7 +193,20 @@ class Producer:
                     raise self._not_finite(piece, scale, first + start)
                 if self._calibrated is not None:
                     scale = self._calibrated.rows(piece, (first + start, first + start + len(part)))
-                yield quantize_scratch(part, scale), scale
+                yield self._quantized(part, scale), scale
+
+    def _quantized(self, part: Tensor, scale: Tensor) -> Tensor:
+        """Codes of some rows that are given up, good until the next ones are asked for."""
+        if part.numel() > self._codes.numel():
+            self._codes = torch.empty(part.numel(), dtype=torch.int8)
+        return self._codes[: part.numel()].view(part.shape).copy_(quotient_scratch(part, scale))
+
+    def _memory(self, nbytes: int) -> Tensor:
+        """Where rows are read to, good until the next ones are read."""
+        if nbytes > self._read.numel():
+            self._read = torch.empty(0, dtype=torch.uint8)  # let go first
+            self._read = torch.empty(nbytes, dtype=torch.uint8)
+        return self._read[:nbytes]
 
     def _float32(self, rows: Tensor) -> Tensor:
         """A float32 copy of some rows, good until the next one is asked for."""
@@ -215,8 +230,8 @@ class Producer:
 
         def read(rows: tuple[int, int]) -> Tensor:
             if stored_part:
-                return self._source.read_stored(entry, stored_part, rows)
-            return self._source.fetch(piece.key, rows)
+                return self._source.read_stored(entry, stored_part, rows, self._memory)
+            return self._source.fetch(piece.key, rows, self._memory)
 
         if piece.slot is not None:
             matrix = self._source.canonical(piece.key, read((piece.slot, piece.slot + 1)))[0]

@@ -69,11 +69,10 @@ def _by_row_tiles(layout: Layout, rows: Iterator[Tensor]) -> Iterator[Tensor]:
     """Whole tiles of rows, packed as they come; N is a multiple of the tile, so no tile spans two experts."""
     rest: list[Tensor] = []
     for piece in rows:
-        rest.append(piece)
-        whole = sum(map(len, rest)) // layout.n_multiple * layout.n_multiple
+        joined = torch.cat([*rest, piece])  # a copy: a piece is good until the next one is asked for
+        whole = len(joined) // layout.n_multiple * layout.n_multiple
+        rest = [joined[whole:]]
         if whole:
-            joined = torch.cat(rest)
-            rest = [joined[whole:]]
             yield layout.pack(joined[:whole])
 
 

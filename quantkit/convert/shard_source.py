@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantkit.archs import Key, architecture_for, with_roles
 from quantkit.checkpoint.formats import FormatContext, int8_channel, plain
-from quantkit.checkpoint.reader import QUANTIZED_PARTS, Entry, OpenFiles, Source
+from quantkit.checkpoint.reader import QUANTIZED_PARTS, Entry, OpenFiles, ReadInto, Source
 from quantkit.convert.boxes import Box, boxes, is_stacked, overlap
 from quantkit.convert.packing import stored_rows
 from quantkit.errors import InputError, QuantkitError
@@ -172,7 +172,9 @@ class ShardedSource(Source):
         row = int8_channel.FORMAT if int8 else plain.FORMAT
         return Entry(key, _plain_name(source), infos, row, shape, row.dtype(infos))
 
-    def read_stored(self, entry: Entry, part: str, rows: tuple[int, int] | None = None) -> Tensor:
+    def read_stored(
+        self, entry: Entry, part: str, rows: tuple[int, int] | None = None, into: ReadInto | None = None
+    ) -> Tensor:
         where = self._parts[entry.key]
         name = where.name if part == "weight" else where.scale
         stacked = is_stacked(self._gathered.wholes[where.name].record)
@@ -191,7 +193,7 @@ class ShardedSource(Source):
         first, last = rows or (0, where.rows)
         return self._gathered.rows(name, expert, where.start + first, where.start + last)
 
-    def fetch(self, key: Key, rows: tuple[int, int] | None = None) -> Tensor:
+    def fetch(self, key: Key, rows: tuple[int, int] | None = None, into: ReadInto | None = None) -> Tensor:
         entry = self.entries[key]
         return entry.format.decode(
             entry.stored, lambda part, wanted: self.read_stored(entry, part, wanted), rows, self.context

@@ -15,7 +15,7 @@ import stat
 import struct
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -311,8 +311,19 @@ def pread_exact(fd: int, buffer: memoryview, offset: int, what: str) -> None:
         done += count
 
 
-def read_tensor(fd: int, info: TensorInfo, rows: tuple[int, int] | None = None, *, path: Path) -> torch.Tensor:
-    """Read a tensor, or `rows` [start, stop) along its first dimension, into memory of its own.
+def read_tensor(
+    fd: int,
+    info: TensorInfo,
+    rows: tuple[int, int] | None = None,
+    *,
+    path: Path,
+    into: Callable[[int], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Read a tensor, or `rows` [start, stop) along its first dimension.
+
+    Args:
+        into: gives a contiguous uint8 tensor of so many bytes that is read into and that the result is a view of;
+            None: memory of its own.
 
     Raises:
         InputError: read error or early end of file.
@@ -327,7 +338,7 @@ def read_tensor(fd: int, info: TensorInfo, rows: tuple[int, int] | None = None, 
         row_bytes = nbytes // max(shape[0], 1)
         shape = (rows[1] - rows[0], *shape[1:])
         start, nbytes = start + rows[0] * row_bytes, (rows[1] - rows[0]) * row_bytes
-    raw = torch.empty(nbytes, dtype=torch.uint8)
+    raw = into(nbytes) if into is not None else torch.empty(nbytes, dtype=torch.uint8)
     if nbytes:
         pread_exact(fd, raw.numpy().data, start, f"{path}: tensor {info.name}")
     return raw.view(torch_dtype(info.dtype)).reshape(shape)
