@@ -119,9 +119,9 @@ def _head(dims: Dims, weights: Mapping[Key, Weight]) -> Iterator[Problem]:
 
 _FIXED_ROWS: Mapping[str, Callable[[Dims], int]] = {
     "mla.q_a": lambda dims: dims.q_lora_rank,
-    "mla.kv_a": lambda dims: dims.kv_lora_rank + dims.qk_rope_head_dim,
+    "mla.kv_a": lambda dims: dims.kv_lora_rank + dims.qk_rope_head_dim if dims.is_mla else dims.head_dim,
     "mla.q_a_norm": lambda dims: dims.q_lora_rank,
-    "mla.kv_a_norm": lambda dims: dims.kv_lora_rank,
+    "mla.kv_a_norm": lambda dims: dims.kv_lora_rank or dims.head_dim,
     "router": lambda dims: dims.experts,
     "router.correction": lambda dims: dims.experts,
 }
@@ -133,6 +133,7 @@ _KEYS_OF_UNIT: Mapping[str, str] = {
     "heads": "num_attention_heads or the head size",
     "kv_heads": "num_key_value_heads or the head size",
     "vocab": "vocab_size",
+    "output_groups": "o_groups or o_lora_rank",
     "intermediate": "intermediate_size",
     "moe_intermediate": "the experts' intermediate size",
     "shared_intermediate": "the width or number of the shared experts",

@@ -84,6 +84,15 @@ _TABLE: tuple[_Row, ...] = (
     _Row("static cache scales", ("attn.cache_scale",), "a factor for FP8 keys and values",
          "for engines; this runtime scales per token and head", "missing"),
     _Row("attention sinks", ("attn.sinks",), "a logit per head in the softmax", "it takes mass and has no value"),
+    _Row("grouped output projection", ("attn.o_a",), "a GEMM for each group of heads", "kept: block-diagonal"),
+    _Row(
+        "compressed cache", ("compressor.",), "GEMMs, softmax and sum over a few tokens",
+        "kept: every later token reads an entry; the tokens of an unfinished one must be kept too",
+    ),
+    _Row(
+        "hyper-connections", ("hyper.",), "norm, GEMM, Sinkhorn iterations, sums over streams",
+        "parallel residual streams; weights and iterations in float32",
+    ),
     _Row(
         "sparse indexer", ("indexer", "indexer."), "GEMMs, top-k of positions",
         "kept: a wrong selection is no small error; ties in their order",
@@ -93,6 +102,7 @@ _TABLE: tuple[_Row, ...] = (
         "kept: the state adds errors up; its decay in float32",
     ),
     _Row("router", ("router",), "GEMM, scores, top-k", "kept in its own dtype; ties in their order"),
+    _Row("router by token id", ("router.table",), "gather", "the token ids must reach every layer"),
     _Row("router correction", ("router.correction",), "bias for the choice only", "float32: BF16 merges values"),
     _Row(
         "routed experts", ("expert.",), "sort by expert, INT8 GEMMs, gate, weighted sum",
@@ -164,5 +174,5 @@ def _from_config(
         add("routed experts", "rows of gate and up alternate")
     if not arch.gate_is_linear_in_up:
         for function in ("routed experts", "shared experts", "feed-forward"):
-            add(function, "(up + 1) x gate, with clamps")
+            add(function, "gate and up are clamped: no factor moves from up to down")
     return found

@@ -45,7 +45,9 @@ def violations(folder: Path) -> list[str]:
         for name, (dtype, shape) in tensors.items()
         if name.endswith(".weight") and len(shape) == 2 and dtype != "I8" and "embed" not in name.split(".")[-2]
     }
-    if not any(name.endswith("lm_head") for name in floating):  # tied: engines build a head without a tensor
+    if not any(
+        name.endswith("lm_head") or name == "head" for name in floating
+    ):  # tied: engines build a head without a tensor
         heads = [entry for entry in quantization.get("ignore", []) if entry.endswith("lm_head")]
         floating.update(heads or ["lm_head"])
     found += _tensor_rules(tensors, int8)

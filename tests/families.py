@@ -83,6 +83,7 @@ class Family:
         outer: values beside `text_config` and `vision_config`.
         float32: parameters that published checkpoints hold in float32, beside the correction biases.
         retype: model_type to write instead (Kimi-K2 is DeepSeek-V3 under another name).
+        rename: (pattern, replacement) that turn what `save_pretrained` writes into the published names.
         stacked: experts are published as one tensor for all of them, where `save_pretrained` writes one for each.
         draft: form of published draft layers: "layer" (one more decoder layer) or "module" (a subtree `mtp.`).
     """
@@ -94,6 +95,7 @@ class Family:
     outer: Mapping[str, Any] = field(default_factory=dict)
     float32: str = ""
     retype: str = ""
+    rename: tuple[tuple[str, str], ...] = ()
     stacked: bool = False
     draft: str = ""
 
@@ -161,6 +163,37 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v32": Family(
         "DeepseekV32ForCausalLM", "deepseek_v32", {**_MLA, **_GROUPED, **_SHARED, **_INDEXER}, draft="layer"
     ),
+    "deepseek_v4": Family(
+        "DeepseekV4ForCausalLM",
+        "deepseek_v4",
+        {
+            **_HEAD,
+            **_INDEXER,
+            "num_key_value_heads": 1,
+            "q_lora_rank": 20,
+            "partial_rotary_factor": 0.5,
+            "o_groups": 4,
+            "o_lora_rank": 10,
+            "hc_mult": 3,
+            "intermediate_size": 24,  # transformers' other name for the experts' width
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "sliding_window": 16,
+            "index_topk": 4,
+            "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+            "mlp_layer_types": ["hash_moe", "moe", "moe"],
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+            "num_nextn_predict_layers": 0,
+        },
+        float32=r"attn_hc|ffn_hc|hc_head|sinks|position_bias",
+        rename=(
+            (r"^model\.", ""),
+            (r"^embed_tokens\.", "embed."),
+            (r"^hc_head\.hc_", "hc_head_"),
+            (r"\.attn\.norm\.", ".attn.kv_norm."),
+        ),
+    ),
     "kimi_k2": Family(
         "DeepseekV3ForCausalLM",
         "deepseek_v3",
@@ -180,6 +213,12 @@ FAMILIES: Mapping[str, Family] = {
             "use_qk_norm": True,
             "num_mtp_layers": 0,
         },
+        draft="layer",
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM",
+        "glm4_moe_lite",
+        {**_MLA, **_SHARED, "n_routed_experts": 5, "num_experts_per_tok": 2, "n_shared_experts": 1},
         draft="layer",
     ),
     "glm_moe_dsa": Family(
@@ -262,6 +301,8 @@ def make_tiny(family: str, folder: Path, *, seed: int = 0, mtp: bool = False, **
     path = folder / "model.safetensors"
     tensors = load_file(path)
     tensors = {_DENSE_MLP.sub(r"\1.mlp.\2", name): tensor for name, tensor in tensors.items()}
+    for pattern, replacement in row.rename:
+        tensors = {re.sub(pattern, replacement, name): tensor for name, tensor in tensors.items()}
     if row.stacked:
         tensors = _stack_experts(tensors)
     if mtp:
@@ -303,7 +344,9 @@ def _random_model(row: Family, seed: int, overrides: Mapping[str, Any]) -> Any:
 def _randomize(name: str, tensor: Tensor, generator: torch.Generator) -> None:
     """Weights of unit gain; norms, biases and other vectors move away from their constant initial value."""
     noise = torch.randn(tensor.shape, generator=generator)
-    if tensor.ndim >= 2 and "e_score_correction_bias" not in name:
+    if not tensor.is_floating_point():  # a table of experts by token id: as many different ones as there are columns
+        tensor.copy_(noise.argsort(-1))
+    elif tensor.ndim >= 2 and "e_score_correction_bias" not in name:
         tensor.copy_(noise * tensor.shape[-1] ** -0.5)
     else:
         tensor.add_(noise * 0.1)

@@ -46,6 +46,7 @@ class Architecture:
         shared_width: config key of the shared experts' total width; "" when it is moe_intermediate x the number of
             shared experts.
         query_gate: q_proj also yields a gate of the attention's output: `[query, gate]` rows for each head.
+        keys_are_values: one cached tensor serves as both.
         tied_by_default: what a config without `tie_word_embeddings` means (the class's default).
         norm_offset: the norms of the residual stream multiply by weight + offset (Gemma: 1), so scaling such a norm
             by s means weight -> (weight + offset) * s - offset.
@@ -55,6 +56,8 @@ class Architecture:
         float32_parameters: roles that the model needs in float32 whatever dtype it is built with.
         carried_state: what a decoder layer hands to the next one beside the hidden states: keyword argument of the
             next layer -> position in this layer's output tuple. Streaming layer by layer must carry it along.
+        layer_arguments: keyword arguments of every decoder layer that the model makes of the token ids, not of the
+            hidden states. Streaming layer by layer must remember them from the embeddings on.
         optional: tensors that only some configs promise: name -> conditions of which one must hold, beside
             `DEFAULT_OPTIONAL` (a row here wins).
         window_pattern: every n-th layer attends to everything where the config gives a window and no list of layers;
@@ -72,6 +75,7 @@ class Architecture:
     dim_keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     shared_width: str = ""
     query_gate: bool = False
+    keys_are_values: bool = False
     tied_by_default: bool = False
     norm_offset: float = 0.0
     gate_is_linear_in_up: bool = True
@@ -79,6 +83,7 @@ class Architecture:
     gate_up_interleaved: bool = False
     float32_parameters: tuple[str, ...] = ("router.correction",)
     carried_state: Mapping[str, int] = field(default_factory=dict)
+    layer_arguments: tuple[str, ...] = ()
     optional: Mapping[str, tuple[When, ...]] = field(default_factory=dict)
     window_pattern: int = 0
     class_of: Mapping[str, str] = field(default_factory=dict)
@@ -138,6 +143,7 @@ class Architecture:
             {**DIM_KEYS, **self.dim_keys},
             shared_width=self.shared_width,
             query_gate=self.query_gate,
+            keys_are_values=self.keys_are_values,
             tied_by_default=self.tied_by_default,
         )
 

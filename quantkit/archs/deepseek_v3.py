@@ -1,4 +1,4 @@
-"""DeepSeek-V2/V3/V3.2 and Kimi-K2: latent attention, group-limited router, shared experts, first layers dense."""
+"""DeepSeek-V2/V3/V3.2, Kimi-K2, GLM-4.7-Flash: latent attention, grouped router, shared experts, first layers dense."""
 
 from quantkit.archs.base import Architecture
 from quantkit.archs.optional import ALWAYS, MTP_COPIES, When
@@ -6,7 +6,7 @@ from quantkit.archs.rules import DRAFT_LAYER_RULES
 
 ARCHITECTURE = Architecture(
     name="deepseek_v3",
-    model_types=("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25"),
+    model_types=("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm4_moe_lite"),
     layer_rules={
         **DRAFT_LAYER_RULES,
         # V3.2's indexer scores with all heads at once, so every rank needs all of it

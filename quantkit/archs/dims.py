@@ -24,7 +24,11 @@ class Dims:
         shared_intermediate: width of all shared experts together; they are one MLP.
         query_rows: rows of the query projection that belong to one head: head_dim, or twice as many when the
             projection also yields a gate of the attention's output.
+        v_head_dim: of values; 0 where the keys are the values.
         index_heads, index_head_dim: of the indexer of sparse attention.
+        output_groups, output_lora_rank: groups of heads that the output projection first reduces, each to this width;
+            0 where it is one matrix.
+        streams: parallel residual streams; 0 and 1 are the usual single one.
         tied: the config says that lm_head is the embedding table (`Source.tied` knows what the tensors say).
     """
 
@@ -47,12 +51,20 @@ class Dims:
     query_rows: int = 0
     index_heads: int = 0
     index_head_dim: int = 0
+    output_groups: int = 0
+    output_lora_rank: int = 0
+    streams: int = 0
     tied: bool = False
     max_positions: int = 0
 
     @property
     def is_mla(self) -> bool:
         return self.kv_lora_rank > 0
+
+    @property
+    def stream_width(self) -> int:
+        """Values of a token that one layer hands to the next."""
+        return self.hidden * max(1, self.streams)
 
     def is_draft(self, key: Key) -> bool:
         """Whether a tensor belongs to a draft (multi-token-prediction) module: beyond the last layer or beside all."""
@@ -64,7 +76,8 @@ class Dims:
             "attn.q": self.query_rows or self.head_dim,
             "attn.k": self.head_dim,
             "attn.v": self.v_head_dim,
-            "attn.o": self.v_head_dim,
+            "attn.o_a": self.output_lora_rank,
+            "attn.o": self.output_lora_rank or self.v_head_dim,
             "attn.q_norm": self.head_dim,
             "attn.k_norm": self.head_dim,
             "mla.q_b": self.head_dim,
@@ -93,6 +106,9 @@ DIM_KEYS: Mapping[str, tuple[str, ...]] = {
     "qk_rope_head_dim": ("qk_rope_head_dim",),
     "index_heads": ("index_n_heads",),
     "index_head_dim": ("index_head_dim",),
+    "output_groups": ("o_groups",),
+    "output_lora_rank": ("o_lora_rank",),
+    "streams": ("hc_mult",),
     "max_positions": ("max_position_embeddings",),
     # not a field of its own: it multiplies moe_intermediate where the config gives no total width
     "shared_experts": ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"),
@@ -119,6 +135,7 @@ def read_dims(
     *,
     shared_width: str = "",
     query_gate: bool = False,
+    keys_are_values: bool = False,
     tied_by_default: bool = False,
 ) -> Dims:
     """Sizes from a parsed config.json; the keyword arguments are those of `Architecture`.
@@ -147,7 +164,7 @@ def read_dims(
     nope_rope = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
     own_head_dim, own_v_head_dim = found.pop("head_dim"), found.pop("v_head_dim")
     head_dim = nope_rope if is_mla else own_head_dim or found["hidden"] // found["heads"]
-    v_head_dim = (own_v_head_dim or head_dim) if is_mla else head_dim
+    v_head_dim = (own_v_head_dim or head_dim) if is_mla else 0 if keys_are_values else head_dim
     if found["experts"] and not found["moe_intermediate"]:
         found["moe_intermediate"] = found["intermediate"]
     shared_experts = found.pop("shared_experts")

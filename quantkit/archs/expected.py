@@ -34,9 +34,9 @@ class Expected(NamedTuple):
 
 _ROWS: Mapping[str, Callable[[Dims], int]] = {
     "mla.q_a": lambda dims: dims.q_lora_rank,
-    "mla.kv_a": lambda dims: dims.kv_lora_rank + dims.qk_rope_head_dim,
+    "mla.kv_a": lambda dims: dims.kv_lora_rank + dims.qk_rope_head_dim if dims.is_mla else dims.head_dim,
     "mla.q_a_norm": lambda dims: dims.q_lora_rank,
-    "mla.kv_a_norm": lambda dims: dims.kv_lora_rank,
+    "mla.kv_a_norm": lambda dims: dims.kv_lora_rank or dims.head_dim,
     "attn.q_norm": lambda dims: dims.head_dim,
     "attn.k_norm": lambda dims: dims.head_dim,
     "router": lambda dims: dims.experts,
@@ -53,6 +53,7 @@ _ROWS: Mapping[str, Callable[[Dims], int]] = {
 _LATENTS: Mapping[str, Callable[[Dims], int]] = {
     "mla.q_latent": lambda dims: dims.q_lora_rank,
     "mla.kv_latent": lambda dims: dims.kv_lora_rank,
+    "attn.out_group": lambda dims: dims.heads * dims.head_dim // dims.output_groups,
 }
 
 
@@ -88,6 +89,8 @@ class _Promise:
         for index, layer in enumerate(layers):
             yield from self._layer(index, layer)
         yield from self._role(None, "norm.final")
+        if self.dims.streams:
+            yield from self._hyper(None, "head")
         if not self.dims.tied:
             yield from self._role(None, "lm_head")
         for index in range(len(layers), len(layers) + draft_layers(self.config)):
@@ -104,9 +107,14 @@ class _Promise:
             yield from self._role(index, role, optional=True)
         if layer.attention == "linear":
             yield from self._linear_attention(index)
+        elif self.dims.output_groups:
+            yield from self._compressed_attention(index, layer)
         else:
             yield from self._attention(index, layer)
-        yield from self._experts(index) if layer.moe else self._parts(index, "mlp")
+        if self.dims.streams:
+            yield from self._hyper(index, "attn")
+            yield from self._hyper(index, "mlp")
+        yield from self._experts(index, layer.table) if layer.moe else self._parts(index, "mlp")
 
     def _attention(self, index: int, layer: Layer) -> Iterator[Expected]:
         if self.dims.is_mla:
@@ -142,9 +150,39 @@ class _Promise:
         ):
             yield self._tensor(Key(index, "linear_attn", label=f"linear_attn.{label}"), vector)
 
-    def _experts(self, index: int) -> Iterator[Expected]:
+    def _compressed_attention(self, index: int, layer: Layer) -> Iterator[Expected]:
+        """DeepSeek-V4: one key that is the value too, and one more entry for every few tokens."""
+        for role in ("mla.q_a", "mla.q_a_norm", "mla.q_b", "mla.kv_a", "mla.kv_a_norm", "attn.o_a", "attn.o"):
+            yield from self._role(index, role)
+        yield from self._role(index, "attn.sinks", optional=True)
+        if layer.compress:
+            yield from self._compressor(index, layer, "compressor", "compressor.norm", self.dims.head_dim)
+        if layer.indexed:
+            yield from self._compressor(index, layer, "indexer", "indexer.k_norm", self.dims.index_head_dim)
+            yield from self._role(index, "indexer.q")
+            yield from self._role(index, "indexer.weights")
+
+    def _compressor(self, index: int, layer: Layer, prefix: str, norm: str, width: int) -> Iterator[Expected]:
+        rows = 2 * width if layer.indexed else width  # entries that an indexer selects from overlap
+        for part in ("kv", "gate"):
+            yield self._tensor(Key(index, f"{prefix}.{part}"), (rows, self.dims.hidden))
+        yield self._tensor(Key(index, norm), (width,))
+        yield self._tensor(Key(index, f"{prefix}.position"), (layer.compress, rows))
+
+    def _hyper(self, index: int | None, block: str) -> Iterator[Expected]:
+        """Weights of hyper-connections: how streams enter a block, leave it and mix; at the head only the first."""
+        streams = self.dims.streams
+        rows, scales = (streams, 1) if index is None else (streams * (streams + 2), 3)
+        for part, shape in (("weight", (rows, self.dims.stream_width)), ("base", (rows,)), ("scale", (scales,))):
+            yield self._tensor(Key(index, f"hyper.{block}.{part}"), shape)
+
+    def _experts(self, index: int, table: bool) -> Iterator[Expected]:
         yield from self._role(index, "router")
-        yield from self._role(index, "router.correction", optional=True)
+        if table:
+            shape = (self.dims.vocab, self.dims.experts_per_token)
+            yield self._tensor(Key(index, "router.table"), shape)._replace(dtype="I64")
+        else:
+            yield from self._role(index, "router.correction", optional=True)
         yield from self._parts(index, "expert")
         if self.dims.shared_intermediate:
             yield from self._parts(index, "shared")

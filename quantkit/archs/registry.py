@@ -30,6 +30,8 @@ FAMILIES: Mapping[str, str] = {
     "deepseek_v2": "deepseek_v3",
     "deepseek_v3": "deepseek_v3",
     "deepseek_v32": "deepseek_v3",
+    "deepseek_v4": "deepseek_v4",
+    "glm4_moe_lite": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
     "kimi_k25": "deepseek_v3",
     "glm4": "glm4",

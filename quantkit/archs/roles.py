@@ -46,6 +46,7 @@ class Residual(StrEnum):
     IN = "in"  # a matrix that reads it through the norm `fed_by`: its columns are the stream's channels
     OUT = "out"  # a matrix whose output is added to it: its rows (of the embedding: its columns) are the channels
     SCALES = "scales"  # a norm that multiplies what is added to it, channel by channel
+    BESIDE = "beside"  # it reads or mixes the stream itself, through no norm of the table: only a rotation concerns it
     UNKNOWN = "unknown"  # it reads or writes it in a way that the table does not describe
 
 
@@ -184,6 +185,7 @@ _TABLE: tuple[Role, ...] = (
     *_mlp("expert", "moe_intermediate", "experts", per_expert=True),
     Role("router", Kind.ROUTER, column="router", **_MLP_IN),
     Role("router.correction", Kind.VECTOR, column="router"),
+    Role("router.table", Kind.VECTOR, column="router"),  # experts by token id, in place of a choice by scores
     Role("shared.router", Kind.ROUTER, column="router", **_MLP_IN),
     # the indexer of sparse attention: a selection of keys is not averaged over, so an error flips it; kept
     Role("indexer.q", Kind.LINEAR, input="mla.q_latent", fed_by="mla.q_a_norm", column="attention"),

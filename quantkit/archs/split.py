@@ -19,7 +19,7 @@ VOCAB_MULTIPLE = 64
 _REPLICATED = frozenset({"kv_heads", "index_heads"})
 """Units of which a rank holds one when there are more ranks than units: several ranks hold the same."""
 
-_HEAD_UNITS = frozenset({"heads"}) | _REPLICATED
+_HEAD_UNITS = frozenset({"heads", "output_groups"}) | _REPLICATED
 
 
 class Range(NamedTuple):

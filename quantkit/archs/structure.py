@@ -12,7 +12,13 @@ from quantkit.archs.base import Architecture
 from quantkit.archs.dims import Dims, text_config
 from quantkit.errors import InputError
 
-_PLAIN_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "linear_attention"})
+_COMPRESSED = "heavily_compressed_attention"
+_SELECTED = "compressed_sparse_attention"
+
+_PLAIN_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "linear_attention", _COMPRESSED})
+
+_RATIOS: Mapping[int, str] = {0: "sliding_attention", 4: _SELECTED, 128: _COMPRESSED}
+"""DeepSeek-V4's published `compress_ratios`, one for each layer -> transformers' layer type."""
 
 
 class Layer(NamedTuple):
@@ -23,12 +29,16 @@ class Layer(NamedTuple):
         window: positions of a windowed layer, else 0.
         indexed: has an indexer, whose keys are cached too.
         moe: has routed experts.
+        compress: tokens that share one entry of the cache, beside the last `sliding_window` ones; 0: none do.
+        table: chooses experts by token id instead of by scores.
     """
 
     attention: Literal["full", "window", "linear"]
     window: int
     indexed: bool
     moe: bool
+    compress: int = 0
+    table: bool = False
 
 
 def layers_of(arch: Architecture, dims: Dims, config: Mapping[str, Any]) -> tuple[Layer, ...]:
@@ -49,6 +59,8 @@ def layers_of(arch: Architecture, dims: Dims, config: Mapping[str, Any]) -> tupl
                 window if attention == "window" else 0,
                 _is_indexed(dims, text, index),
                 bool(dims.experts) and _is_moe(text, index),
+                _compression(text, index, kind),
+                _has_table(text, index),
             )
         )
     return tuple(found)
@@ -76,6 +88,9 @@ def _attention_types(arch: Architecture, dims: Dims, text: Mapping[str, Any]) ->
     listed = text.get("layer_types")
     if isinstance(listed, list) and len(listed) == dims.layers:
         return [str(kind) for kind in listed]
+    ratios = text.get("compress_ratios")
+    if isinstance(ratios, list) and len(ratios) >= dims.layers:  # draft layers have some too
+        return [_RATIOS.get(ratio, "full_attention") for ratio in ratios[: dims.layers]]
     if text.get("linear_num_value_heads"):
         interval = whole_number(text, "full_attention_interval") or 4
         return [("full" if (index + 1) % interval == 0 else "linear") + "_attention" for index in range(dims.layers)]
@@ -91,7 +106,7 @@ def _attention_types(arch: Architecture, dims: Dims, text: Mapping[str, Any]) ->
 def _is_indexed(dims: Dims, text: Mapping[str, Any], index: int) -> bool:
     if not dims.index_head_dim:
         return False
-    own, types = text.get("indexer_types"), text.get("layer_types")
+    own, types, ratios = text.get("indexer_types"), text.get("layer_types"), text.get("compress_ratios")
     sparse = text.get("sparse_attention_config")
     frequencies = sparse.get("sparse_attention_freq") if isinstance(sparse, Mapping) else None
     if isinstance(own, list) and len(own) > index:
@@ -100,13 +115,34 @@ def _is_indexed(dims: Dims, text: Mapping[str, Any], index: int) -> bool:
         return str(types[index]) not in _PLAIN_TYPES
     if isinstance(frequencies, list) and len(frequencies) > index:
         return bool(frequencies[index])
+    if isinstance(ratios, list) and len(ratios) > index:
+        return _RATIOS.get(ratios[index]) == _SELECTED
     return True
+
+
+def _compression(text: Mapping[str, Any], index: int, kind: str) -> int:
+    """Tokens of a compressed entry, by the config's rate for the layer's type or by its list of all layers."""
+    if kind not in (_COMPRESSED, _SELECTED):
+        return 0
+    rates, ratios = text.get("compress_rates"), text.get("compress_ratios")
+    if isinstance(rates, Mapping) and kind in rates:
+        return whole_number(rates, kind)
+    if isinstance(ratios, list) and len(ratios) > index:
+        return int(ratios[index])
+    return next(ratio for ratio, name in _RATIOS.items() if name == kind)
+
+
+def _has_table(text: Mapping[str, Any], index: int) -> bool:
+    types = text.get("mlp_layer_types")
+    if isinstance(types, list) and len(types) > index:
+        return bool(types[index] == "hash_moe")
+    return index < whole_number(text, "num_hash_layers")
 
 
 def _is_moe(text: Mapping[str, Any], index: int) -> bool:
     types, every = text.get("mlp_layer_types"), text.get("moe_layer_freq")
     if isinstance(types, list) and len(types) > index:
-        return bool(types[index] == "sparse")
+        return bool(types[index] != "dense")
     if isinstance(every, list) and len(every) > index:
         return bool(every[index])
     dense = text.get("mlp_only_layers")
@@ -125,9 +161,11 @@ def _is_moe(text: Mapping[str, Any], index: int) -> bool:
 def attention_limits(arch: Architecture, dims: Dims, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Token counts at which attention begins to leave keys out: windows, and what an indexer selects. Ascending."""
     text = text_config(config)
-    found = {layer.window for layer in layers_of(arch, dims, config) if layer.window}
+    layers = layers_of(arch, dims, config)
+    found = {layer.window for layer in layers if layer.window}
     if dims.index_head_dim:
-        found.add(whole_number(text, "index_topk"))
+        entry = max((layer.compress for layer in layers if layer.indexed), default=0) or 1
+        found.add(whole_number(text, "index_topk") * entry)
         sparse = text.get("sparse_attention_config")
         nested = sparse if isinstance(sparse, Mapping) else {}
         for keys, section in ((("index_block_size", "index_topk_blocks"), text), (_SPARSE_BLOCKS, nested)):

@@ -84,7 +84,7 @@ class Plan:
     @property
     def spools(self) -> bool:
         states = 1 + len(self.source.arch.carried_state)
-        return self.tokens * self.source.dims.hidden * self.dtype.itemsize * states > self.memory_budget
+        return self.tokens * self.source.dims.stream_width * self.dtype.itemsize * states > self.memory_budget
 
     @property
     def default_jobs(self) -> int:

@@ -28,7 +28,7 @@ def estimated_seconds(plan: Plan) -> float | None:
     Batches that run side by side are counted as if they did not disturb one another; methods that search or round are
     not counted.
     """
-    if plan.source.arch.carried_state:
+    if plan.source.arch.carried_state or plan.source.arch.layer_arguments:
         return None
     with one_thread_per_operation():
         stream = LayerStream(plan.source, dtype=plan.dtype, device=plan.device, experts=_implementation())

@@ -85,7 +85,7 @@ class Plan:
     def _hidden_bytes(self, tokens: int) -> int:
         """Carried states count as much as hidden states; GLM-5's 2,048 indices of 8 bytes are two thirds of that."""
         states = 1 + len(self.source.arch.carried_state)
-        return tokens * self.source.dims.hidden * self.dtype.itemsize * states
+        return tokens * self.source.dims.stream_width * self.dtype.itemsize * states
 
     @property
     def _token_bytes(self) -> int:

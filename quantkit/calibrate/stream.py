@@ -4,7 +4,8 @@ The model is built on `meta`. To run layer i, the model's own forward is called 
 passing its input through: layer i gets the hidden states that belong there, and exactly the arguments (masks,
 position embeddings, ...) that this model calls it with, so nothing needs to be recorded or understood. What enters
 layer i + 1 is kept for the next round, with the state that layers of some families hand on beside the hidden states
-(`Architecture.carried_state`). The results are bit for bit those of the whole model in memory.
+(`Architecture.carried_state`) and what the model makes of the token ids for every layer (`layer_arguments`). The
+results are bit for bit those of the whole model in memory.
 
 Several threads may run batches through one layer: only the layer itself runs side by side, the model around it one
 batch at a time, because some of its modules keep state between calls (rotary embeddings that grow with the length).
@@ -16,7 +17,7 @@ layer, the rows of the embedding table that the text needs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.archs import Key
+from quantkit.archs import Architecture, Key
 from quantkit.archs.modeling import (
     build_skeleton,
     decoder_layers,
@@ -73,9 +74,10 @@ class _Seat:
     """What a decoder layer's `forward` is replaced with: passes on what came in, or feeds and runs the layer."""
 
     def __init__(
-        self, index: int, layer: nn.Module, carries: Mapping[str, int], calls: _Calls, outside: threading.Lock
+        self, index: int, layer: nn.Module, arch: Architecture, calls: _Calls, outside: threading.Lock
     ) -> None:
-        self._index, self._forward, self._carries = index, layer.forward, carries
+        self._index, self._forward = index, layer.forward
+        self._carries, self._arguments = arch.carried_state, arch.layer_arguments
         self._calls, self._outside = calls, outside
         layer.forward = self  # an instance attribute shadows the method, on purpose
 
@@ -84,7 +86,8 @@ class _Seat:
             hidden, args = args[0], args[1:]
         else:
             hidden = kwargs.pop("hidden_states")
-        carried = {name: kwargs[name] for name in self._carries if isinstance(kwargs.get(name), Tensor)}
+        names = (*self._carries, *self._arguments)
+        carried = {name: kwargs[name] for name in names if isinstance(kwargs.get(name), Tensor)}
         value, call = LayerInput(hidden, carried), self._calls.current
         if self._index == call.layer + 1:
             call.received = value
@@ -94,7 +97,7 @@ class _Seat:
         return self._run(call, value, args, kwargs) if call.runs else self._passed(value)
 
     def _run(self, call: _Call, value: LayerInput, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        carried = {name: value.carried.get(name) for name in self._carries}
+        carried = {name: value.carried.get(name) for name in (*self._carries, *self._arguments)}
         self._outside.release()  # other batches may pass through the model around the layer meanwhile
         try:
             output = self._forward(value.hidden, *args, **{**kwargs, **carried})
@@ -139,7 +142,7 @@ class LayerStream:
         self._place_outside()
         self._calls, self._outside = _Calls(), threading.Lock()
         for index, layer in enumerate(self.layers):
-            _Seat(index, layer, source.arch.carried_state, self._calls, self._outside)
+            _Seat(index, layer, source.arch, self._calls, self._outside)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -245,7 +248,8 @@ class LayerStream:
         key = parameter_key(arch, name)
         stacked = arch.role(key.role).per_expert and key.expert is None
         if not stacked:
-            return parameter_value(arch, dims, name, get).to(self.device, self._dtype_of(key))
+            value = parameter_value(arch, dims, name, get)
+            return value.to(self.device, self._dtype_of(key) if value.is_floating_point() else value.dtype)
         value = torch.empty(like.shape, dtype=self._dtype_of(key), device=self.device)
         for expert in range(dims.experts):
             one = parameter_value(arch, dims, name, lambda key, e=expert: get(key._replace(expert=e))[None])  # type: ignore[misc]
@@ -273,7 +277,8 @@ class LayerStream:
         self._pass(call, self.model.get_decoder(), inputs_embeds=self._stand_in(value))  # type: ignore[operator]
         result = call.returned if layer + 1 == len(self) else call.received
         assert result is not None
-        return result
+        arguments = {name: value.carried[name] for name in self.source.arch.layer_arguments if name in value.carried}
+        return LayerInput(result.hidden, {**result.carried, **arguments}) if arguments else result
 
     @contextmanager
     def head(self) -> Iterator[None]:

@@ -57,12 +57,12 @@ def _fold_norm(source: Source, step: Step, _before: tuple[Step, ...], without_dr
         yield from _norm(source, norm)
     if "norm.final" in step.norms:
         yield from _drafts(source, without_drafts)
-    yield from _unknown(source, inside_only=True)
+    yield from _unknown(source, rotated=False)
 
 
 def _norm(source: Source, norm: str) -> Iterator[str]:
     """A norm that can be scaled: it has a row of readers, no bias, and stands before all of its readers."""
-    if norm not in ROLES or source.arch.role(norm).kind is not Kind.NORM or not _readers(source, norm):
+    if norm not in ROLES or source.arch.role(norm).kind is not Kind.NORM or not _is_read(source, norm):
         yield f"{norm} is no norm that feeds matrices"
         return
     layers = range(source.dims.layers)
@@ -75,8 +75,10 @@ def _norm(source: Source, norm: str) -> Iterator[str]:
                 yield f"{entry.name} has no norm ({own.shard_name}) before it"
 
 
-def _readers(source: Source, norm: str) -> list[str]:
-    return [name for name in ROLES if source.arch.role(name).fed_by == norm]
+def _is_read(source: Source, norm: str) -> bool:
+    """Whether the model has a matrix behind a norm; a tied output head is one, though it has no tensor."""
+    roles = {key.role for key in source.entries} | {"lm_head"}
+    return any(source.arch.role(name).fed_by == norm for name in roles)
 
 
 def _rotate_residual(source: Source, _step: Step, before: tuple[Step, ...], without_drafts: bool) -> Iterator[str]:
@@ -93,7 +95,7 @@ def _rotate_residual(source: Source, _step: Step, before: tuple[Step, ...], with
             )
             break
     yield from _drafts(source, without_drafts)
-    yield from _unknown(source, inside_only=False)
+    yield from _unknown(source, rotated=True)
 
 
 def _drafts(source: Source, without_drafts: bool) -> Iterator[str]:
@@ -105,13 +107,15 @@ def _drafts(source: Source, without_drafts: bool) -> Iterator[str]:
         )
 
 
-def _unknown(source: Source, *, inside_only: bool) -> Iterator[str]:
-    """Tensors that meet the residual stream in a way that the table does not describe."""
+def _unknown(source: Source, *, rotated: bool) -> Iterator[str]:
+    """Tensors that meet the residual stream, which is `rotated` or only scaled behind norms inside the layers, in a way
+    that the table does not describe."""
     seen: set[str] = set()
     for key, entry in source.entries.items():
         role = source.arch.role(key.role)
-        concerned = role.residual is Residual.UNKNOWN and not source.dims.is_draft(key)
-        if concerned and (key.layer is not None or not inside_only) and key.role not in seen:
+        here = role.residual is Residual.UNKNOWN and (key.layer is not None or rotated)
+        concerned = here or (role.residual is Residual.BESIDE and rotated)
+        if concerned and not source.dims.is_draft(key) and key.role not in seen:
             seen.add(key.role)
             yield f"{entry.name} ({key.role}): how it reads or writes the residual stream is not described"
 
@@ -144,7 +148,7 @@ def _scale_pair(source: Source, step: Step, before: tuple[Step, ...], without_dr
             yield f"{step.producer}: the feed-forward is not linear in it (it is shifted or clamped before the product)"
     elif step.producer in ROLES and source.arch.role(step.producer).kind is Kind.NORM:
         yield from _norm(source, step.producer)
-        yield from _unknown(source, inside_only=True)
+        yield from _unknown(source, rotated=False)
         if step.producer == "norm.final":
             yield from _drafts(source, without_drafts)
     else:

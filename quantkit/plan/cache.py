@@ -5,6 +5,9 @@ Formulas per token and layer (bytes of one value: 2 in BF16, 1 in INT8):
 - latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): kv_lora_rank + qk_rope_head_dim, the same on every
   rank;
 - an indexer adds one key of index_head_dim, shared by all of its heads, the same on every rank;
+- keys that are the values too are kept once;
+- compressed attention keeps its last `sliding_window` positions and one entry for each `compress` tokens, with one
+  index key where it has an indexer (DeepSeek-V4);
 - a window holds its last positions only; linear attention holds a state of fixed size for each sequence.
 An INT8 head has a float32 scale for each token.
 """
@@ -17,7 +20,7 @@ from typing import Any
 
 from quantkit.archs import Dims, text_config
 from quantkit.archs.expected import linear_attention_sizes
-from quantkit.archs.structure import Layer
+from quantkit.archs.structure import Layer, whole_number
 
 SCALE_BYTES = 4
 STATE_BYTES = 4  # float32: a recurrent state adds errors up
@@ -75,7 +78,11 @@ def _layer_cache(dims: Dims, config: Mapping[str, Any], layer: Layer, form: Cach
     if dims.is_mla:
         latent = form.head(dims.kv_lora_rank, form.values) + 2 * dims.qk_rope_head_dim
         return LayerCache(latent + index, layer.window)
-    head = form.head(dims.head_dim, form.keys) + form.head(dims.v_head_dim, form.values)
+    head = form.head(dims.head_dim, form.keys)
+    head += form.head(dims.v_head_dim, form.values) if dims.v_head_dim else 0
+    if layer.compress:
+        recent = head * whole_number(text_config(config), "sliding_window")
+        return LayerCache(-(-(head + index) // layer.compress), 0, recent)
     return LayerCache(kv_heads_of_rank(dims, tp) * head + index, layer.window)
 
 

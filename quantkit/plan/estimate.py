@@ -166,7 +166,7 @@ def activation_bytes(dims: Dims, mesh: Mesh, work: Workload, *, last: bool) -> i
     heads = max(1, dims.heads // mesh.tp)
     key_heads = heads if dims.is_mla else max(1, dims.kv_heads // mesh.tp)
     row = heads * (dims.query_rows or dims.head_dim) + key_heads * (dims.head_dim + dims.v_head_dim)
-    attention = 2 * CHUNK * (row + heads * dims.v_head_dim) * VALUE
+    attention = 2 * CHUNK * (row + heads * (dims.v_head_dim or dims.head_dim)) * VALUE
     width = max(dims.intermediate, dims.shared_intermediate) // mesh.tp
     dense = CHUNK * width * (3 * VALUE + 4)
     routed = 0

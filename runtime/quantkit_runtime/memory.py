@@ -163,8 +163,9 @@ def transformers_kv_bytes(probe: Any, dims: Dims, tokens: int, dtype: torch.dtyp
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of all tensors of a transformers cache."""
-    tensors = (value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor))
+    """Bytes of all tensors of a transformers cache; one that serves as keys and as values counts once."""
+    leaves = tree_leaves([list(vars(layer).values()) for layer in cache.layers])
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values()
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

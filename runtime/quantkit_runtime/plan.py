@@ -18,6 +18,7 @@ from quantkit_runtime.errors import BrokenShard, ShapeMismatch, UnsupportedDtype
 from quantkit_runtime.shards import ModelFiles
 
 FLOAT_DTYPES = frozenset({"BF16", "F16", "F32"})
+_INDEX_DTYPES = frozenset({"I32", "I64"})  # of tables: experts by token id
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Planner:
         column = self._files.arch.role(key.role).column
         if dtypes == {"I8"}:
             return self._int8(name, key, value, tensor, leaves, column)
-        if not dtypes <= FLOAT_DTYPES:
+        if not dtypes <= (FLOAT_DTYPES if value.is_floating_point() else _INDEX_DTYPES):
             self._problems.dtypes.append(f"{name}: stored as {_describe(self._files, leaves)}")
             return None
         shape = tuple(parameter_value(self._files.arch, self._files.dims, name, lambda _: tensor).shape)
@@ -131,6 +132,7 @@ class Planner:
             self._problems.shapes.append(self._shape_problem(name, shape, tuple(value.shape), leaves))
             return None
         dtype = torch.float32 if key.role in self._files.arch.float32_parameters else self._dtype
+        dtype = dtype if value.is_floating_point() else value.dtype
         return Planned(name, key, False, dtype, shape, (), 0, column, tuple(leaves))
 
     def _int8(

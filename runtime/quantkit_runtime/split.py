@@ -51,6 +51,7 @@ def _count_heads(model: nn.Module, files: ModelFiles) -> None:
         "num_key_value_heads": dims.kv_heads,
         "num_key_value_groups": dims.heads // dims.kv_heads,
     }
+    groups = {"n_groups": dims.output_groups, "o_groups": dims.output_groups} if dims.output_groups else {}
     counts = {"heads": heads, "kv_heads": heads, "index_heads": {"num_heads": dims.index_heads}}
     for name, module in list(model.named_modules()):
         for leaf in module._parameters:
@@ -58,6 +59,8 @@ def _count_heads(model: nn.Module, files: ModelFiles) -> None:
             if role.split is Split.COL and role.unit in counts:
                 owner = name if leaf not in ("weight", "bias") else name.rpartition(".")[0]
                 _set_present(model.get_submodule(owner), counts[role.unit])
+            elif role.split is Split.COL and role.unit == "output_groups":
+                _set_present(module, groups)
         if isinstance(module, nn.Embedding):
             module.padding_idx = None  # of the whole table; it only matters to gradients
     for config in {
@@ -65,7 +68,7 @@ def _count_heads(model: nn.Module, files: ModelFiles) -> None:
     }.values():
         if getattr(config, "head_dim", None) is None:
             config.head_dim = dims.head_dim  # or it would be hidden / heads of this rank
-        _set_present(config, heads)
+        _set_present(config, {**heads, **groups})
 
 
 def _set_present(holder: Any, values: dict[str, int]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.archs import Architecture
+from quantkit.archs import Architecture, Stage
 from quantkit.archs.modeling import decoder_layers
 from quantkit_runtime.parallel import Ranks, Team
 
@@ -67,7 +67,7 @@ class _HeadSeat(nn.Module):
         self._vocab = vocab
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states.new_zeros((*hidden_states.shape[:-1], self._vocab))
+        return hidden_states.new_zeros((*hidden_states.shape[:2], self._vocab))  # there may be parallel streams
 
 
 def vacate(model: Any, arch: Architecture, ranks: Ranks) -> None:
@@ -85,7 +85,17 @@ def vacate(model: Any, arch: Architecture, ranks: Ranks) -> None:
         model.set_input_embeddings(_EmbeddingSeat(table.weight.shape[1], table.weight.dtype))
     if stage < mesh.pp - 1:
         model.set_output_embeddings(_HeadSeat(table.weight.shape[0]))
-        model.get_decoder().norm = nn.Identity()
+        _vacate_end(model, arch)
+
+
+def _vacate_end(model: Any, arch: Architecture) -> None:
+    """Take out what stands between the layers and the output head: the final norm, the joining of streams."""
+    decoder = model.get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    for name, module in list(decoder.named_children()):
+        keys = [arch.parse(f"{prefix}.{name}.{leaf}") for leaf, _ in module.named_parameters()]
+        if keys and all(key is not None and arch.role(key.role).stage is Stage.LAST for key in keys):
+            setattr(decoder, name, nn.Identity())
 
 
 def connect(model: Any, arch: Architecture, ranks: Ranks) -> None:

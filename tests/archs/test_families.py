@@ -53,6 +53,20 @@ PUBLISHED = {
         "model.layers.3.shared_head.head.weight",
     ],
     "deepseek_v32": ["model.layers.0.self_attn.indexer.wq_b.weight", "model.layers.0.self_attn.indexer.k_norm.bias"],
+    "deepseek_v4": [
+        "embed.weight",
+        "head.weight",
+        "hc_head_fn",
+        "layers.0.attn.wq_a.weight",
+        "layers.0.attn.kv_norm.weight",
+        "layers.0.attn.attn_sink",
+        "layers.0.ffn.gate.tid2eid",
+        "layers.0.hc_attn_fn",
+        "layers.1.attn.compressor.ape",
+        "layers.1.attn.indexer.compressor.wkv.weight",
+        "layers.1.ffn.gate.bias",
+        "layers.1.ffn.experts.4.w1.weight",
+    ],
     "glm4": ["model.layers.0.post_self_attn_layernorm.weight", "model.layers.0.mlp.gate_up_proj.weight"],
     "glm4_moe": ["model.layers.0.self_attn.q_proj.bias", "model.layers.3.enorm.weight"],
     "minimax_m2": [
@@ -75,7 +89,7 @@ PUBLISHED = {
 
 NEVER_QUANTIZED = (Kind.ROUTER, Kind.NORM, Kind.EMBEDDING, Kind.VECTOR, Kind.OPAQUE)
 
-KEPT_LINEARS = re.compile(r"mla\.(q_a|kv_a)|indexer\.|linear_attn\.")
+KEPT_LINEARS = re.compile(r"mla\.(q_a|kv_a)|indexer\.|linear_attn\.|compressor\.|attn\.o_a")
 """GEMMs that the default recipe leaves in the source's dtype."""
 
 
@@ -170,7 +184,7 @@ def test_only_gemms_of_the_layers_are_quantized(tiny: Tiny, family: str) -> None
             assert role.quantize, entry.name
             assert key.layer is not None
             quantized.add(role.name)
-        if "norm" in entry.name.rsplit(".", 2)[-2] and role.kind is not Kind.OPAQUE:
+        if "norm" in ".".join(entry.name.split(".")[-2:-1]) and role.kind is not Kind.OPAQUE:
             assert role.kind is Kind.NORM, entry.name
     assert "attn.o" in quantized
     assert source.dims.experts == 0 or "expert.down" in quantized
@@ -294,6 +308,15 @@ EXPECTED_DIMS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"experts": 6, "shared_intermediate": 48, "q_lora_rank": 0, "kv_lora_rank": 24},
     "deepseek_v3": {"head_dim": 20, "v_head_dim": 10, "q_lora_rank": 20, "shared_intermediate": 48},
     "deepseek_v32": {"experts": 6, "head_dim": 20, "index_heads": 3, "index_head_dim": 16},
+    "deepseek_v4": {
+        "head_dim": 16,
+        "v_head_dim": 0,
+        "output_groups": 4,
+        "output_lora_rank": 10,
+        "stream_width": 144,
+        "moe_intermediate": 24,
+    },
+    "glm4_moe_lite": {"experts": 5, "head_dim": 20, "v_head_dim": 10, "shared_intermediate": 24},
     "kimi_k2": {"experts": 5, "shared_intermediate": 24},
     "qwen3_moe": {"experts": 5, "moe_intermediate": 24, "shared_intermediate": 0},
     "glm4_moe": {"head_dim": 16, "experts": 5, "shared_intermediate": 48, "experts_per_token": 2},
@@ -387,7 +410,8 @@ def test_parts_are_cut_out_of_what_is_stored_fused(tiny: Tiny) -> None:
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_tied_is_what_the_tensors_say(tiny: Tiny, family: str) -> None:
     source = Source(tiny(family))
-    assert source.tied == (not any(name.endswith("lm_head.weight") for name in source.index.names))
+    heads = [name for name in source.index.names if name.endswith("lm_head.weight") or name == "head.weight"]
+    assert source.tied == (not heads)
     assert source.tied == source.dims.tied
 
 

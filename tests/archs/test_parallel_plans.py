@@ -49,6 +49,11 @@ WE_SPLIT: Mapping[str, Mapping[str, str]] = {
     "qwen2_moe": {r"shared\.": "its plan forgets the shared expert that Qwen3-Next's plan, the same block, splits"},
     "deepseek_v3": {r"mla\.q_b|mla\.kv_b|attn\.o": "its plan leaves attention out; V3.2's splits it as we do"},
     "kimi_k2": {r"mla\.q_b|mla\.kv_b|attn\.o": "as DeepSeek-V3"},
+    "deepseek_v4": {
+        r"mla\.q_b|attn\.": "its plan replicates attention; DeepSeek's own code splits heads and groups as we do",
+        r"shared\.": "its plan finds them too small to split; they are a gated MLP like any other",
+    },
+    "glm4_moe_lite": {r"shared\.": "its plan forgets the shared expert, a gated MLP like the dense ones"},
     "minimax_m2": {r"attn\.[qk]_norm": "transformers gathers q and k before their full-width norms; we all-reduce"},
     "olmoe": {r"attn\.[qk]_norm": "as MiniMax-M2"},
     "minimax_m3": {

@@ -61,6 +61,15 @@ def fp8_block(w: np.ndarray, rows: int = 128, columns: int = 128, dtype: type = 
     return {"weight": as_torch(codes), "weight_scale_inv": as_torch(scale)}, decoded
 
 
+def fp8_block_e8m0(w: np.ndarray) -> Packed:
+    """As DeepSeek-V4 has it: blocks of 128 x 128 whose scales are powers of two, called `scale`."""
+    exponents = (127 + np.ceil(np.log2(block_absmax(w, 128, 128) / 448))).astype(np.uint8)
+    scale = spread(e8m0(exponents), w.shape, 128, 128)
+    codes = (w / scale).astype(ml_dtypes.float8_e4m3fn)
+    decoded = (codes.astype(np.float64) * scale).astype(np.float32)
+    return {"weight": as_torch(codes), "scale": as_torch(exponents.view(ml_dtypes.float8_e8m0fnu))}, decoded
+
+
 def fp8_channel(w: np.ndarray) -> Packed:
     parts, decoded = fp8_block(w, 1, w.shape[-1])
     return {"weight": parts["weight"], "weight_scale": parts["weight_scale_inv"]}, decoded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,8 +17,21 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from quantkit.archs import Key
 from quantkit.archs.modeling import parameter_value
 from quantkit.checkpoint.reader import Source
+from quantkit.convert.run import convert
+from quantkit.convert.verify import verify
 from quantkit.errors import InputError
-from tests.checkpoint.native import CONFIGS, PACKERS, TINY, assert_same_bits, fp8_block, mxfp4_blocks, weight
+from quantkit.recipe import load_recipe
+from tests.checkpoint.native import (
+    CONFIGS,
+    PACKERS,
+    TINY,
+    assert_same_bits,
+    fp8_block,
+    fp8_block_e8m0,
+    mxfp4_blocks,
+    weight,
+)
+from tests.families import make_tiny
 
 Tensors = dict[str, torch.Tensor]
 EXPERTS, LAYERS = 16, range(1, 6)
@@ -137,6 +151,55 @@ def test_int8_size_says_beforehand_whether_it_grows(tmp_path: Path, tiny: Tensor
     assert before == sum(header.file_size - header.payload_start for header in source.index.headers.values())
     assert (after > before) is larger
     assert source.int8_size(lambda key: False)[1] > after
+
+
+@pytest.mark.parametrize("where", ["beside", "in another file"])
+def test_deepseek_v4_as_it_is_published(tmp_path: Path, where: str) -> None:
+    """Experts in FP4 stored as I8, attention and shared experts in FP8 blocks with ragged edges, every scale E8M0 and
+    called `.scale`; a table of expert ids; vectors called scale that are none."""
+    sizes = {"hidden_size": 160, "intermediate_size": 96, "q_lora_rank": 136, "o_lora_rank": 40}
+    folder = make_tiny("deepseek_v4", tmp_path / "m", **sizes)
+    tensors = load_file(folder / "model.safetensors")
+    decoded, scales = {}, {}
+    for name in list(tensors):
+        module = name.removesuffix(".weight")
+        if re.search(r"ffn\.experts\.\d", name):
+            parts, decoded[name] = PACKERS["fp4-in-i8"](tensors[name].double().numpy())
+        elif re.search(r"\.(attn\.w|ffn\.shared|attn\.indexer\.wq)", name):
+            parts, decoded[name] = fp8_block_e8m0(tensors[name].double().numpy())
+        else:
+            continue
+        tensors[name], scales[f"{module}.scale"] = parts["weight"], parts["scale"]
+    files = [{**tensors, **scales}] if where == "beside" else [tensors, scales]
+    (folder / "model.safetensors").unlink()
+    for number, file in enumerate(files, 1):
+        save_file(file, folder / f"model-{number:05d}-of-{len(files):05d}.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": CONFIGS["fp4-in-i8"]}))
+    source = Source(folder)
+    source.require_classified()
+    assert source.notes == []
+    assert source.formats["fp4-in-i8"] == 3 * 5 * 3
+    assert source.formats["fp8-block"] == 3 * (5 + 3) + 1
+    assert source.formats["plain"] == len(tensors) - len(decoded)
+    for name, wanted in decoded.items():
+        assert_same_bits(source.get(source.arch.parse(name)).numpy(), wanted)  # type: ignore[arg-type]
+    assert torch.equal(source.get(Key(0, "router.table")), tensors["layers.0.ffn.gate.tid2eid"])
+    out = tmp_path / "out"
+    convert(folder, out, load_recipe("w8a8"), jobs=1)
+    report = verify(out, source=folder)
+    assert report.passed, report.failures
+    written = load_file(out / "model.safetensors")
+    assert torch.equal(written["layers.0.ffn.gate.tid2eid"], tensors["layers.0.ffn.gate.tid2eid"])
+    name = "layers.1.ffn.experts.4.w2.weight"
+    scale = np.abs(decoded[name]).max(1, keepdims=True) / np.float32(127)
+    np.testing.assert_array_equal(written[name].numpy(), np.clip(np.rint(decoded[name] / scale), -127, 127))
+    assert written["layers.1.attn.wkv.weight"].dtype == torch.bfloat16  # kept, but no longer in 8 bits
+    bad = scales["layers.2.ffn.experts.0.w1.scale"].view(torch.uint8)
+    bad[5, 2] = 255
+    save_file(files[-1], folder / f"model-{len(files):05d}-of-{len(files):05d}.safetensors")
+    with pytest.raises(InputError, match=r"layers\.2\.ffn\.experts\.0\.w1\.scale holds nan at \[5, 2\]"):
+        convert(folder, tmp_path / "bad", load_recipe("w8a8"), jobs=1)
 
 
 def test_gpt_oss_experts_reach_transformers_as_its_own_dequantization(tmp_path: Path) -> None:

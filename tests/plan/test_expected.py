@@ -9,11 +9,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from quantkit.archs import Architecture, Kind, architecture_for
 from quantkit.archs.expected import expected_tensors
+from quantkit.archs.modeling import build_skeleton
 from quantkit.archs.roles import Key
+from quantkit.archs.structure import layers_of
 from quantkit.memory import inventory
+from quantkit.plan.cache import CacheFormat, LayerCache, layer_caches
 from quantkit.plan.native import promised_weights
 from quantkit.plan.weights import model_weights
 from quantkit.recipe import load_recipe
@@ -104,3 +109,27 @@ def test_shapes_are_canonical() -> None:
         if key.expert is None:
             assert stored[key].name == item.name
     assert same > 80
+
+
+def test_deepseek_v4_in_the_published_spelling_and_in_transformers() -> None:
+    """Full size: the lists of its config.json, and the parameters of transformers' class on `meta`."""
+    config = transformers.AutoConfig.for_model("deepseek_v4", num_nextn_predict_layers=0)
+    theirs = config.to_dict()
+    ratio = {"sliding_attention": 0, **config.compress_rates}
+    ratios = [ratio[kind] for kind in config.layer_types]
+    published = {key: value for key, value in theirs.items() if key not in ("layer_types", "mlp_layer_types")}
+    published |= {"compress_ratios": [*ratios, 0], "num_hash_layers": 3, "compress_rates": None}
+    arch = architecture_for(theirs)
+    dims = arch.dims(theirs)
+    assert arch.dims(published) == dims
+    layers = layers_of(arch, dims, theirs)
+    assert layers_of(arch, dims, published) == layers
+    assert [layer.table for layer in layers] == [True] * 3 + [False] * 40
+    promised = expected_tensors(arch, dims, theirs)
+    assert expected_tensors(arch, dims, published) == promised
+    state = build_skeleton(config, dtype=torch.bfloat16).state_dict()
+    assert sum(math.prod(item.shape) for item in promised) == sum(value.numel() for value in state.values())
+    # a selected entry for 4 tokens: 512 values that are key and value, 128 of an index key; the other for 128 tokens
+    form, recent = CacheFormat(), 128 * 1024
+    found = set(layer_caches(dims, theirs, layers, form))
+    assert found == {LayerCache((1024 + 256) // 4, 0, recent), LayerCache(1024 // 128, 0, recent)}

@@ -31,6 +31,7 @@ UNPAGED = {
     "qwen3_5": "LinearAttentionLayer",
     "qwen3_5_moe": "LinearAttentionLayer",
     "deepseek_v32": "DynamicIndexedLayer",
+    "deepseek_v4": "DeepseekV4CSACache",
     "glm_moe_dsa": "DynamicIndexedLayer",
     "minimax_m3": "MiniMaxM3VLSparseCacheLayer",
 }

@@ -46,7 +46,9 @@ REFUSED: dict[tuple[str, str], str] = {
     **{(family, "rotate"): _SHARPENED for family in ("gemma2", "gemma3", "gemma3_vl", "glm4")},
     **{(family, "rotate"): _SEES for family in ("qwen3_5", "qwen3_5_moe", "minimax_m3")},
     **{(family, "heads"): _GATED for family in ("qwen3_next", "qwen3_5", "qwen3_5_moe")},
-    **{(family, "up_down"): _SHIFTED for family in ("minimax_m3", "gpt_oss")},
+    **{(family, "up_down"): _SHIFTED for family in ("minimax_m3", "gpt_oss", "deepseek_v4")},
+    ("deepseek_v4", "rotate"): _SEES,
+    **{("deepseek_v4", name): "has 40 columns" for name in ("heads", "values")},
 }
 """(family, transform) -> part of the reason. What is not listed must work."""
 
@@ -74,7 +76,7 @@ def _ups(source: Source) -> tuple[Step, ...]:
 
 def _norms(source: Source) -> tuple[Step, ...]:
     roles = {key.role for key in source.entries}
-    wanted = ("norm.input", "norm.pre_mlp", "norm.final", "mla.q_a_norm", "mla.kv_a_norm")
+    wanted = ("norm.input", "norm.pre_mlp", "norm.final", "mla.q_a_norm", *(["mla.kv_a_norm"] * ("mla.kv_b" in roles)))
     return tuple(ScalePair(producer=norm, vectors="t") for norm in wanted if norm in roles)
 
 
@@ -198,6 +200,13 @@ def test_draft_layers_forbid_what_they_read(tiny: Tiny, family: str) -> None:
         assert any("draft layers" in reason for reason in refusals(source, transforms))
         assert list(refusals(source, transforms, without_drafts=True)) == []
     assert list(refusals(source, Transforms(steps=(ScalePair(producer="attn.v", vectors="t"),)))) == []
+
+
+def test_a_norm_that_no_matrix_reads_is_refused(tiny: Tiny) -> None:
+    """DeepSeek-V4's keys are cached as they leave their norm."""
+    source = Source(tiny("deepseek_v4"))
+    (reason,) = refusals(source, Transforms(steps=(ScalePair(producer="mla.kv_a_norm", vectors="t"),)))
+    assert "mla.kv_a_norm is no norm that feeds matrices" in reason
 
 
 def test_steps_out_of_order_are_refused(tiny: Tiny) -> None:
