@@ -15,6 +15,7 @@ from quantkit.archs.assemble import Location, locate
 from quantkit.checkpoint.reader import Entry, Source
 from quantkit.convert.decide import Decisions
 from quantkit.convert.units import How, PlannedFile, PlannedTensor
+from quantkit.errors import InputError
 from quantkit.spec.index import SINGLE_NAME
 from quantkit.spec.scheme import quantization_config
 
@@ -151,7 +152,10 @@ def _opaque_linear(kind: Kind, entry: Entry) -> bool:
 
 def _tied_head(source: Source) -> str:
     """Name of the head that shares the embedding table and so has no tensor: it stands beside `model`."""
-    found = re.match(r"(.*\.)?model\.embed_tokens\.weight$", source.entries[Key(None, "embed")].name)
+    table = source.entries.get(Key(None, "embed"))
+    if table is None:
+        raise InputError(f"{source.root} has neither an embedding table nor an output head", "complete the checkpoint")
+    found = re.match(r"(.*\.)?model\.embed_tokens\.weight$", table.name)
     return f"{(found[1] if found else '') or ''}lm_head"
 
 

@@ -199,6 +199,9 @@ def test_lost_tensors_of_another_tool(copy: Callable[[str], Path], minimax: Path
     assert any(f"{EXPERT}: 0 of" in failure for failure in verify(folder, source=minimax).failures)
     save_file(weights | {EXPERT: lost[EXPERT]}, folder / "model.safetensors")
     assert any(EXPERT in failure and "no known format" in failure for failure in verify(folder).failures)
+    ends = {"model.embed_tokens.weight", "lm_head.weight"}
+    save_file({name: weight for name, weight in weights.items() if name not in ends}, folder / "model.safetensors")
+    assert any("neither an embedding table nor an output head" in failure for failure in verify(folder).failures)
 
 
 def test_the_wrong_source(made: dict[str, Path], minimax: Path, tmp_path: Path) -> None:
