@@ -88,8 +88,8 @@ def _attention_types(arch: Architecture, dims: Dims, text: Mapping[str, Any]) ->
     listed = text.get("layer_types")
     if isinstance(listed, list) and len(listed) == dims.layers:
         return [str(kind) for kind in listed]
-    ratios = text.get("compress_ratios")
-    if isinstance(ratios, list) and len(ratios) >= dims.layers:  # draft layers have some too
+    ratios = _ratios(text)
+    if len(ratios) >= dims.layers:  # draft layers have some too
         return [_RATIOS.get(ratio, "full_attention") for ratio in ratios[: dims.layers]]
     if text.get("linear_num_value_heads"):
         interval = whole_number(text, "full_attention_interval") or 4
@@ -106,7 +106,7 @@ def _attention_types(arch: Architecture, dims: Dims, text: Mapping[str, Any]) ->
 def _is_indexed(dims: Dims, text: Mapping[str, Any], index: int) -> bool:
     if not dims.index_head_dim:
         return False
-    own, types, ratios = text.get("indexer_types"), text.get("layer_types"), text.get("compress_ratios")
+    own, types, ratios = text.get("indexer_types"), text.get("layer_types"), _ratios(text)
     sparse = text.get("sparse_attention_config")
     frequencies = sparse.get("sparse_attention_freq") if isinstance(sparse, Mapping) else None
     if isinstance(own, list) and len(own) > index:
@@ -115,20 +115,29 @@ def _is_indexed(dims: Dims, text: Mapping[str, Any], index: int) -> bool:
         return str(types[index]) not in _PLAIN_TYPES
     if isinstance(frequencies, list) and len(frequencies) > index:
         return bool(frequencies[index])
-    if isinstance(ratios, list) and len(ratios) > index:
-        return _RATIOS.get(ratios[index]) == _SELECTED
-    return True
+    return _RATIOS.get(ratios[index]) == _SELECTED if len(ratios) > index else True
+
+
+def _ratios(text: Mapping[str, Any]) -> list[int]:
+    """`compress_ratios`; empty without.
+
+    Raises:
+        InputError: one of them is no whole number.
+    """
+    found = text.get("compress_ratios")
+    ratios = found if isinstance(found, list) else []
+    return [whole_number({"compress_ratios": ratio}, "compress_ratios") for ratio in ratios]
 
 
 def _compression(text: Mapping[str, Any], index: int, kind: str) -> int:
     """Tokens of a compressed entry, by the config's rate for the layer's type or by its list of all layers."""
     if kind not in (_COMPRESSED, _SELECTED):
         return 0
-    rates, ratios = text.get("compress_rates"), text.get("compress_ratios")
+    rates, ratios = text.get("compress_rates"), _ratios(text)
     if isinstance(rates, Mapping) and kind in rates:
         return whole_number(rates, kind)
-    if isinstance(ratios, list) and len(ratios) > index:
-        return int(ratios[index])
+    if len(ratios) > index:
+        return ratios[index]
     return next(ratio for ratio, name in _RATIOS.items() if name == kind)
 
 

@@ -17,6 +17,7 @@ from quantkit.archs.expected import expected_tensors
 from quantkit.archs.modeling import build_skeleton
 from quantkit.archs.roles import Key
 from quantkit.archs.structure import layers_of
+from quantkit.errors import InputError
 from quantkit.memory import inventory
 from quantkit.plan.cache import CacheFormat, LayerCache, layer_caches
 from quantkit.plan.native import promised_weights
@@ -125,6 +126,8 @@ def test_deepseek_v4_in_the_published_spelling_and_in_transformers() -> None:
     layers = layers_of(arch, dims, theirs)
     assert layers_of(arch, dims, published) == layers
     assert [layer.table for layer in layers] == [True] * 3 + [False] * 40
+    with pytest.raises(InputError, match="compress_ratios is 'x', not a whole number"):
+        layers_of(arch, dims, {**published, "compress_ratios": ["x"]})
     promised = expected_tensors(arch, dims, theirs)
     assert expected_tensors(arch, dims, published) == promised
     state = build_skeleton(config, dtype=torch.bfloat16).state_dict()
