@@ -141,8 +141,10 @@ class TransformedSource(Source):
     def _stored(self, key: Key, rows: tuple[int, int] | None) -> Tensor:
         return self.base.fetch(_EMBED if key == _HEAD and key not in self.base.entries else key, rows)
 
-    def read_stored(self, entry: Entry, part: str, rows: tuple[int, int] | None = None) -> Tensor:
-        return self.base.read_stored(self.base.entries[entry.key], part, rows)
+    def read_stored(
+        self, entry: Entry, part: str, rows: tuple[int, int] | None = None, into: ReadInto | None = None
+    ) -> Tensor:
+        return self.base.read_stored(self.base.entries[entry.key], part, rows, into)
 
     def canonical(self, key: Key, tensor: Tensor) -> Tensor:
         return self.base.canonical(key, tensor) if key in self.base.entries else tensor
