@@ -143,6 +143,12 @@ def main() -> None:
         report.target("decode, 8 sequences: times as fast as BF16", ratios["decode"]["512 x 8"], 1.6, at_most=False)
     if cards > 1 or args.small:
         two_ranks(report, work, ours, shapes, args.device)
+    big = ["--chunk", "8192", "--lengths", "32" if args.small else "2048,8192", "--batches", "1", "--steps", "8"]
+    big += ["--device", args.device, "--json", *(["--sweep-length", "32"] if args.small else [])]
+    report.data["chunk_8192"] = large = {"single": report_of([*INSTRUMENTS, "bench", int8, *big])["candidate"]}
+    if cards > 1 or args.small:
+        large["tp2"] = report_of([*TORCHRUN, *INSTRUMENTS, "bench", work / "tp2", *big])["candidate"]
+        compare("two cards against one, prefill in one forward", large["tp2"], large["single"])
     report.write()  # here too: what follows is long
     length = "32" if args.small else "512"
     few = ["--lengths", length, "--sweep-length", length, "--batches", "1", "--steps", "32", "--json"]
