@@ -38,7 +38,7 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo test lint lint-format lint-rules lint-types format smollm2 clean
+.PHONY: help venv demo test lint lint-format lint-rules lint-types format smollm2 plans clean
 .PHONY: kernels kernel-tools bench-gpu peers bench bench-summary bench-accuracy interop interop-acceptance
 
 help:  ## list the targets
@@ -107,6 +107,9 @@ format: venv  ## rewrite the code to the project's format and fix what can be fi
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
+plans: venv  ## write recipes/plans anew: what `quantkit plan` says of published models
+	$(OFFLINE) $(BIN)/python -m tests.plan.published
+
 # ------------------------------------------------------------------------------------------ benchmarks
 # Measured on an otherwise quiet machine; what each one does and needs is in tests/bench/README.md.
 
@@ -120,6 +123,7 @@ bench: peers  ## time and memory: conversion, verification, planning, calibratio
 	@$(BENCH)/convert_speed.py $(BENCH_ARGS)
 	@$(BENCH)/verify_speed.py $(BENCH_ARGS)
 	@$(BENCH)/plan_speed.py $(BENCH_ARGS)
+	@$(BENCH)/replicas.py $(BENCH_ARGS)
 	@$(BENCH)/many_tensors.py $(BENCH_ARGS)
 	@$(BENCH)/calibrate_memory.py $(BENCH_ARGS)
 	@$(BENCH)/faults.py $(BENCH_ARGS)

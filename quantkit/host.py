@@ -1,4 +1,5 @@
-"""What this host has: memory left within the control group that this process runs in, and the software it runs."""
+"""What this host has: memory left here and on its cards, within the control group that this process runs in, and the
+software it runs."""
 
 from __future__ import annotations
 
@@ -8,10 +9,14 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import metadata, util
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from quantkit import __version__
+
+if TYPE_CHECKING:
+    import torch
 
 CGROUP = Path("/sys/fs/cgroup")
 DRIVERS = ("amdgpu", "hydcu", "hycu", "nvidia")
@@ -24,6 +29,15 @@ _TRITONS = ("triton", "pytorch-triton-rocm", "pytorch-triton")
 def free_memory() -> int:
     """Bytes that can still be allocated, by the host and by a container's limit."""
     return min(int(psutil.virtual_memory().available), _cgroup_free())
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated where tensors of a device lie."""
+    if device.type == "cpu":
+        return free_memory()
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def _cgroup_free() -> int:

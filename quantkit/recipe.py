@@ -1,6 +1,7 @@
 """Recipes: every choice of a conversion, in one YAML file. An unknown key is an error.
 
-A recipe is found by name among those that are shipped, or given as a path.
+A recipe is found by name among those that are shipped, or given as a path. It may start from a shipped one: `extends`
+names it, and what the file says comes on top.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class Calibration(Strict):
 
 
 class Recipe(Strict):
-    """A whole recipe.
+    """A whole recipe, with that resolved which it `extends`.
 
     Attributes:
         name: shown in reports.
@@ -287,19 +288,22 @@ def load_recipe(name_or_path: str) -> Recipe:
         UsageError: no such recipe, not YAML, or keys and values that the model refuses (all listed).
     """
     if name_or_path in shipped_recipes():
-        text = (shipped_folder("recipes") / f"{name_or_path}.yaml").read_text(encoding="utf-8")
-    else:
-        try:
-            text = Path(name_or_path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UsageError(
-                f"no recipe {name_or_path!r}: neither a shipped name nor a readable file ({error.strerror})",
-                "give a shipped name or the path of a YAML file",
-                choices=shipped_recipes(),
-            ) from error
-        except ValueError as error:  # no UTF-8, or a NUL in the path
-            raise UsageError(f"recipe {name_or_path} is no text in UTF-8: {error}", "give a YAML file") from error
+        return parse_recipe(_shipped_text(name_or_path), name_or_path)
+    try:
+        text = Path(name_or_path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"no recipe {name_or_path!r}: neither a shipped name nor a readable file ({error.strerror})",
+            "give a shipped name or the path of a YAML file",
+            choices=shipped_recipes(),
+        ) from error
+    except ValueError as error:  # no UTF-8, or a NUL in the path
+        raise UsageError(f"recipe {name_or_path} is no text in UTF-8: {error}", "give a YAML file") from error
     return parse_recipe(text, name_or_path)
+
+
+def _shipped_text(name: str) -> str:
+    return (shipped_folder("recipes") / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 _RECIPE_HELP = "correct it; every key is described in quantkit/recipe.py"
@@ -307,13 +311,44 @@ _RECIPE_HELP = "correct it; every key is described in quantkit/recipe.py"
 
 def parse_recipe(text: str, origin: str) -> Recipe:
     """Recipe from YAML text; `origin` names it in errors."""
+    return validated(_with_base(_mapping(text, origin), origin), origin)
+
+
+def _mapping(text: str, origin: str) -> dict[str, Any]:
     try:
         raw: Any = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or a number that cannot be
         raise UsageError(f"recipe {origin} is not YAML: {error}", _RECIPE_HELP) from error
     if not isinstance(raw, dict):
         raise UsageError(f"recipe {origin} is not a mapping of keys", _RECIPE_HELP)
-    return validated(raw, origin)
+    return raw
+
+
+def _with_base(raw: dict[str, Any], origin: str) -> dict[str, Any]:
+    """Keys and values of a recipe over those of the shipped one that it `extends`.
+
+    Its rules come before that one's, so they win; sections are joined key by key; a list of methods replaces the other.
+    Name and description are never inherited.
+    """
+    if "extends" not in raw:
+        return raw
+    name = raw["extends"]
+    if name not in shipped_recipes():
+        raise UsageError(
+            f"recipe {origin} extends {name!r}, which is not shipped", "name one that is", choices=shipped_recipes()
+        )
+    base = _with_base(_mapping(_shipped_text(name), name), name)
+    found = {key: value for key, value in {**base, **raw}.items() if key != "extends"}
+    for key in ("name", "description"):
+        if key not in raw:
+            found.pop(key)
+    for key in raw.keys() & base.keys():
+        ours, theirs = raw[key], base[key]
+        if key == "rules" and isinstance(ours, list):
+            found[key] = [*ours, *theirs]
+        elif isinstance(ours, dict) and isinstance(theirs, dict):
+            found[key] = {**theirs, **ours}
+    return found
 
 
 def validated(raw: Mapping[str, Any], origin: str) -> Recipe:
@@ -329,5 +364,5 @@ def validated(raw: Mapping[str, Any], origin: str) -> Recipe:
             f"recipe {origin} has {error.error_count()} problems",
             _RECIPE_HELP,
             items=problems_of(error, whole="recipe"),
-            choices=sorted(Recipe.model_fields),
+            choices=sorted([*Recipe.model_fields, "extends"]),
         ) from error

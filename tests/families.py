@@ -85,7 +85,8 @@ class Family:
         retype: model_type to write instead (Kimi-K2 is DeepSeek-V3 under another name).
         rename: (pattern, replacement) that turn what `save_pretrained` writes into the published names.
         stacked: experts are published as one tensor for all of them, where `save_pretrained` writes one for each.
-        draft: form of published draft layers: "layer" (one more decoder layer) or "module" (a subtree `mtp.`).
+        draft: form of published draft layers: "layer" (one more decoder layer), "layer, no tables" (the same without
+            copies of embedding and head), or "module" (a subtree `mtp.`).
     """
 
     model_class: str
@@ -232,7 +233,7 @@ FAMILIES: Mapping[str, Family] = {
             "num_experts_per_tok": 2,
             "indexer_types": ["full", "shared", "full"],
         },
-        draft="layer",
+        draft="layer, no tables",
     ),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",
@@ -299,19 +300,23 @@ def make_tiny(family: str, folder: Path, *, seed: int = 0, mtp: bool = False, **
     model = _random_model(row, seed, overrides)
     model.save_pretrained(folder)
     path = folder / "model.safetensors"
-    tensors = load_file(path)
-    tensors = {_DENSE_MLP.sub(r"\1.mlp.\2", name): tensor for name, tensor in tensors.items()}
-    for pattern, replacement in row.rename:
-        tensors = {re.sub(pattern, replacement, name): tensor for name, tensor in tensors.items()}
-    if row.stacked:
-        tensors = _stack_experts(tensors)
-    if mtp:
-        tensors |= _draft(row.draft, tensors, model.config.get_text_config().num_hidden_layers)
+    layers = model.config.get_text_config().num_hidden_layers
+    tensors = as_published(row, load_file(path), layers, draft=mtp)
     save_file(tensors, path, metadata={"format": "pt"})
     if row.retype:
         config = folder / "config.json"
         config.write_text(config.read_text().replace(f'"{row.model_type}"', f'"{row.retype}"'))
     return folder
+
+
+def as_published(row: Family, tensors: Mapping[str, Tensor], layers: int, *, draft: bool) -> dict[str, Tensor]:
+    """What transformers saves, as it is published: stacked experts where they are, and a draft layer if wanted."""
+    found = {_DENSE_MLP.sub(r"\1.mlp.\2", name): tensor for name, tensor in tensors.items()}
+    for pattern, replacement in row.rename:
+        found = {re.sub(pattern, replacement, name): tensor for name, tensor in found.items()}
+    if row.stacked:
+        found = _stack_experts(found)
+    return found | (_draft(row.draft, found, layers) if draft else {})
 
 
 _DENSE_MLP = re.compile(r"(layers\.\d+)\.block_sparse_moe\.(\w+_proj|fc\d)\b")
@@ -321,12 +326,10 @@ _DENSE_MLP = re.compile(r"(layers\.\d+)\.block_sparse_moe\.(\w+_proj|fc\d)\b")
 def _random_model(row: Family, seed: int, overrides: Mapping[str, Any]) -> Any:
     import transformers
 
-    text = {**_TEXT, **row.text, **overrides}
+    values = text = {**_TEXT, **row.text, **overrides}
     if row.vision:
-        nested = {"text_config": text, "vision_config": dict(row.vision), **row.outer}
-        config = transformers.AutoConfig.for_model(row.model_type, **nested)
-    else:
-        config = transformers.AutoConfig.for_model(row.model_type, **text)
+        values = {"text_config": text, "vision_config": dict(row.vision), **row.outer}
+    config = transformers.AutoConfig.for_model(row.model_type, **values)
     config.get_text_config().dtype = config.dtype = torch.bfloat16
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -334,11 +337,17 @@ def _random_model(row: Family, seed: int, overrides: Mapping[str, Any]) -> Any:
         model = getattr(transformers, row.model_class)(config).float()
         for name, tensor in model.state_dict().items():
             _randomize(name, tensor, generator)
-    keep = re.compile("|".join(filter(None, (row.float32, "e_score_correction_bias"))))
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_floating_point() and not keep.search(name) and name in model.state_dict():
-            tensor.data = tensor.data.bfloat16()
+    to_published_dtypes(row, model)
     return model.eval()
+
+
+def to_published_dtypes(row: Family, model: Any) -> None:
+    """BF16, but for what published checkpoints hold in float32."""
+    keep = re.compile("|".join(filter(None, (row.float32, "e_score_correction_bias"))))
+    stored = model.state_dict().keys()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and not keep.search(name) and name in stored:
+            tensor.data = tensor.data.bfloat16()
 
 
 def _randomize(name: str, tensor: Tensor, generator: torch.Generator) -> None:
@@ -383,14 +392,9 @@ def _draft(form: str, tensors: Mapping[str, Tensor], layers: int) -> dict[str, T
         return {f"mtp.layers.0.{name}": value for name, value in body.items()} | {
             f"mtp.{name}.weight": value.clone() for name, value in rest.items()
         }
-    rest = {
-        "eh_proj": joined,
-        "enorm": norm,
-        "hnorm": norm,
-        "embed_tokens": embed,
-        "shared_head.norm": norm,
-        "shared_head.head": embed,
-    }
+    rest = {"eh_proj": joined, "enorm": norm, "hnorm": norm, "shared_head.norm": norm}
+    if form == "layer":
+        rest |= {"embed_tokens": embed, "shared_head.head": embed}
     return {f"model.layers.{layers}.{name}": value for name, value in body.items()} | {
         f"model.layers.{layers}.{name}.weight": value.clone() for name, value in rest.items()
     }

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from quantkit.archs import Key, architecture_for
 from quantkit.calibrate.weights import expected_gemms
@@ -97,6 +98,54 @@ def test_unknown_name_lists_the_shipped_ones(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         load_recipe(str(tmp_path / "none.yaml"))
     assert "w8a8" in caught.value.choices
+
+
+def test_a_recipe_may_start_from_a_shipped_one() -> None:
+    """Its rules come first, sections are joined, name and description are its own."""
+    recipe = parse_recipe(
+        """
+        extends: w8a8-best
+        name: mine
+        description: A test.
+        rules: [{match: "attn.o", scheme: keep, reason: mine}]
+        auto_keep: {kl: 0.1}
+        """,
+        "mine.yaml",
+    )
+    base = load_recipe("w8a8-best")
+    assert recipe.methods == base.methods
+    assert recipe.auto_keep is not None
+    assert base.auto_keep is not None
+    assert (recipe.auto_keep.kl, recipe.auto_keep.max_share) == (0.1, base.auto_keep.max_share)
+    assert "extends" not in recipe.model_dump()
+    over = {"extends": "w8a8-experts", "name": "n", "description": "d", "rules": [{**_FIRST, "scheme": "w8a8"}]}
+    mine, theirs = parse_recipe(yaml.safe_dump(over), "mine.yaml"), load_recipe("w8a8-experts")
+    assert [rule.scheme for rule in mine.rules] == ["w8a8", *(rule.scheme for rule in theirs.rules)]
+    assert scheme(mine, "model.layers.0.self_attn.q_proj.weight") == "w8a8"
+    assert scheme(theirs, "model.layers.0.self_attn.q_proj.weight") == "keep"
+
+
+_FIRST = {"match": "attn.*", "reason": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("{extends: none, name: a, description: b}", "'none'"),
+        ("{extends: ../w8a8, name: a, description: b}", "'../w8a8'"),
+        ("{extends: [w8a8], name: a, description: b}", "w8a8"),
+        ("{extends: , name: a, description: b}", "None"),
+        ("{extends: w8a8, name: a}", "description"),
+        ("{extends: w8a8, description: a}", "name"),
+        ("{extends: w8a8-experts, name: a, description: b, rules: 3}", "rules"),
+        ("{extends: w8a8-best, name: a, description: b, auto_keep: 3}", "auto_keep"),
+    ],
+)
+def test_a_bad_start_is_refused(text: str, wanted: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_recipe(text, "mine.yaml")
+    assert wanted in str(caught.value)
+    assert "mine.yaml" in str(caught.value)
 
 
 def test_a_recipe_can_be_a_file(tmp_path: Path) -> None:

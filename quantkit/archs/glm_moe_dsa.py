@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from quantkit.archs.deepseek_v3 import ARCHITECTURE as DEEPSEEK
+from quantkit.archs.optional import MTP_COPIES, NEVER
 
 ARCHITECTURE = replace(
     DEEPSEEK,
@@ -10,6 +11,7 @@ ARCHITECTURE = replace(
     model_types=("glm_moe_dsa",),
     class_of={},
     opaque_prefixes={},
+    optional={**DEEPSEEK.optional, MTP_COPIES: NEVER},  # the draft layer uses the model's own tables
     carried_state={"prev_topk_indices": 1},
     notes="Layers whose indexer_types entry is `shared` have no indexer and read the previous layer's selection.",
 )

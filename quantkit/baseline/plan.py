@@ -18,7 +18,7 @@ from quantkit.calibrate.activations import MEMORY_BUDGET
 from quantkit.calibrate.plan import choose_device, layer_bytes
 from quantkit.checkpoint.reader import Source
 from quantkit.compare.companions import tokenizer_record
-from quantkit.host import free_memory
+from quantkit.host import free_bytes
 from quantkit.spec.baseline import Sequence, TokenizerRecord, sequences_digest
 from quantkit.threads import available_cores
 
@@ -166,8 +166,7 @@ def make_plan(
     sequences, warnings = make_sequences(tokenizer, source.arch, source.dims, source.config, options.texts)
     if options.new_tokens == 0:
         sequences = tuple(sequence for sequence in sequences if sequence.use != "prompt")
-    free = free_memory() if place.type == "cpu" else torch.cuda.mem_get_info(place)[0]
-    resident = not stream and _all_layer_bytes(source, dtype) <= RESIDENT_SHARE * free
+    resident = not stream and _all_layer_bytes(source, dtype) <= RESIDENT_SHARE * free_bytes(place)
     record = tokenizer_record(root, tokenizer)
     return Plan(source, options, sequences, record, warnings, place, dtype, memory_budget, resident)
 

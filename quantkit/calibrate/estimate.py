@@ -8,8 +8,10 @@ import torch
 
 from quantkit.calibrate import experts
 from quantkit.calibrate.activations import LayerInput
-from quantkit.calibrate.plan import Plan
+from quantkit.calibrate.plan import Plan, layer_bytes
 from quantkit.calibrate.stream import LayerStream
+from quantkit.host import free_bytes
+from quantkit.memory import human_bytes
 from quantkit.threads import one_thread_per_operation
 
 STATISTICS = 1.15
@@ -22,13 +24,23 @@ _TOKENS = 512
 """Of the batch that is tried."""
 
 
+def why_untried(plan: Plan) -> str:
+    """Why no layer can be tried here; "" if one can."""
+    if plan.source.arch.carried_state or plan.source.arch.layer_arguments:
+        return "its layers cannot run alone"
+    layer, free = layer_bytes(plan.source, plan.dtype)[0], free_bytes(plan.device)
+    if layer > free:
+        return f"a layer takes {human_bytes(layer)} in {plan.options['compute']}, and {human_bytes(free)} are free"
+    return ""
+
+
 def estimated_seconds(plan: Plan) -> float | None:
-    """Seconds of the whole calibration, from a trial of the middle layer; None where a layer cannot be run alone.
+    """Seconds of the whole calibration, from a trial of the middle layer; None where that cannot be: `why_untried`.
 
     Batches that run side by side are counted as if they did not disturb one another; methods that search or round are
     not counted.
     """
-    if plan.source.arch.carried_state or plan.source.arch.layer_arguments:
+    if why_untried(plan):
         return None
     with one_thread_per_operation():
         stream = LayerStream(plan.source, dtype=plan.dtype, device=plan.device, experts=_implementation())

@@ -76,10 +76,11 @@ def command(
     resolved = _override(load_recipe(recipe), data, evaluation, force_sources, overrides)
     plan = make_plan(model, resolved, device=device)
     if dry_run:
-        from quantkit.calibrate.estimate import estimated_seconds
+        from quantkit.calibrate.estimate import estimated_seconds, why_untried
 
         seconds = estimated_seconds(plan)
-        time = "unknown" if seconds is None else f"about {seconds / 60:.1f} minutes on this machine"
+        unknown = f"unknown: {why_untried(plan)}"
+        time = unknown if seconds is None else f"about {seconds / 60:.1f} minutes on this machine"
         print_sizes({**plan.describe(), **({"estimated_seconds": seconds} if as_json else {"time": time})}, as_json, 16)
         return
     run = run_plan(plan, out, jobs or 0)

@@ -114,6 +114,8 @@ def render(found: PlanReport, out: Console) -> None:
         _render_fit(found, out)
     else:
         out.print(f"nothing fits on {found.cards or 'these'} cards", markup=False)
+        if found.smaller:
+            out.print(found.smaller, markup=False)
     for row in found.rejected[:_REASONS]:
         out.print(f"rejected {row.count}: {row.reason} ({'; '.join(row.examples)})", markup=False)
     if len(found.rejected) > _REASONS:

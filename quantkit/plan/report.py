@@ -11,7 +11,7 @@ from quantkit.memory import human_bytes
 from quantkit.plan.cache import CacheFormat, per_token_at_start, sequence_bytes
 from quantkit.plan.estimate import CHUNK, RESERVE, CardMemory, Model, Workload, largest_batch, longest_context
 from quantkit.plan.proposals import Proposal, Rejected, propose
-from quantkit.plan.sizing import Request, fewest_cards, recommend
+from quantkit.plan.sizing import Request, fewest_cards, recommend, smaller_work
 from quantkit.plan.source import Source, read_source
 from quantkit.recipe import Recipe
 from quantkit.rope import rope_text
@@ -87,7 +87,10 @@ class WhatIf(Strict):
 
 
 class PlanReport(Strict):
-    """See the module. `fewest` is None when no number of cards up to `MAX_NODES` nodes is enough."""
+    """See the module. `fewest` is None when no number of cards up to `MAX_NODES` nodes is enough.
+
+    `smaller` says what would fit where only the cache is too large.
+    """
 
     name: str
     model_type: str
@@ -116,6 +119,7 @@ class PlanReport(Strict):
     recommended: int | None
     advice: str
     cards: int | None
+    smaller: str
     memory: tuple[MemoryRow, ...]
     beside_ranks: dict[str, int]
     proposals: tuple[ProposalRow, ...]
@@ -139,7 +143,11 @@ def make_plan(path: Path, request: Request) -> PlanReport:
         InputError: neither, or a config that describes no decoder.
         UsageError: INT8 keys or values where latents take their place.
     """
-    source = read_source(path, request.recipe)
+    return plan_source(read_source(path, request.recipe), request)
+
+
+def plan_source(source: Source, request: Request) -> PlanReport:
+    """Plan a model that was read with the request's recipe, so that several requests read it once."""
     model = source.model
     if model.dims.is_mla and request.cache.keys != request.cache.values:
         raise UsageError(
@@ -201,6 +209,7 @@ def _report(
         recommended=recommended,
         advice=advice,
         cards=cards,
+        smaller=smaller_work(model, request, work, cards) if cards and not best else "",
         memory=tuple(_memory(best.memory)) if best else (),
         beside_ranks=dict(model.weights.whole),
         proposals=tuple(_rows(model, proposals, work, request.device.nbytes)),

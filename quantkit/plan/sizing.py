@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from quantkit.plan.cache import CacheFormat
 from quantkit.plan.devices import Device
-from quantkit.plan.estimate import RESERVE, Model, Workload
-from quantkit.plan.proposals import propose
+from quantkit.plan.estimate import RESERVE, Model, Workload, largest_batch, longest_context
+from quantkit.plan.proposals import illegal, meshes, propose
 from quantkit.recipe import Recipe
 from quantkit.spec.mesh import Mesh
 
@@ -80,3 +80,21 @@ def _wider(model: Model, request: Request, work: Workload, cards: int) -> str:
         return ""
     more = next((number for number in range(cards + 1, request.cards_per_node + 1) if whole(number)), None)
     return f"; {more} could share every layer (tp={more}), which answers a single request faster" if more else ""
+
+
+def smaller_work(model: Model, request: Request, work: Workload, cards: int) -> str:
+    """Where the weights fit on `cards`: the mesh that leaves most for a cache, and what it has room for; else ""."""
+    best: tuple[int, int, Mesh] | None = None
+    for mesh in meshes(cards, bool(model.dims.experts)):
+        if illegal(model, mesh, request.cards_per_node):
+            continue
+        found = longest_context(model, mesh, work, request.device.nbytes), -mesh.ep, mesh
+        if found[0] and (best is None or found[:2] > best[:2]):
+            best = found
+    if best is None:
+        return ""
+    context, _, mesh = best
+    sizes = ", ".join(f"{name} {size}" for name, size in mesh.sizes.items())
+    batch = largest_batch(model, mesh, work, request.device.nbytes)
+    fewer = f"{batch} sequences of {work.context:,} tokens, or " if batch else ""
+    return f"with less work it fits on {cards} cards ({sizes}): {fewer}{work.concurrency} of {context:,}"

@@ -43,7 +43,11 @@ UNCALIBRATED = frozenset({"w8a8"})
 SHARDED = frozenset({"w8a8-group128", "w8a8-best-shards"})
 """Recipes with activations per group, which no engine loads from a checkpoint."""
 
-NOT_MEASURED = frozenset({"bf16", "w8a8-kv8", "w8a8-experts", "deepseek-v3"})
+MODEL_RECIPES = frozenset(
+    {"deepseek-v3", "glm-4.5", "glm-5", "gpt-oss", "kimi-k2", "minimax-m2", "minimax-m3", "qwen3-moe", "qwen3.5-moe"}
+)
+
+NOT_MEASURED = MODEL_RECIPES | {"bf16", "w8a8-kv8", "w8a8-experts"}
 """The source itself; INT8 keys, which a forward without a cache does not meet; parts of `w8a8` for large mixtures."""
 
 CHANGE_TARGETS: Mapping[tuple[bool, str], Mapping[str, float]] = {

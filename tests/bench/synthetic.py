@@ -10,9 +10,8 @@ same for the same seed. Memory stays below 200 MB: values are cut from one pool 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,7 @@ from typing import Any
 import common
 import numpy as np
 
-from quantkit.spec.tensorfile import build_header, tensor_nbytes
-
-Row = tuple[str, str, tuple[int, ...]]
+from tests.inspect.sparse import Row, fp8_block, nbytes, write_files, write_json
 
 _POOL = 1 << 22
 _ROWS_AT_ONCE = 256
@@ -92,10 +89,6 @@ def bf16(shapes: dict[str, tuple[int, ...]]) -> list[Row]:
     return [(f"{name}.weight", "BF16", shape) for name, shape in shapes.items()]
 
 
-def nbytes(rows: Iterable[Row]) -> int:
-    return sum(tensor_nbytes(dtype, shape) for _, dtype, shape in rows)
-
-
 # -------------------------------------------------------------------------------------------------- values
 
 
@@ -114,7 +107,7 @@ def synthetic(root: Path, size: int, *, seed: int = 0, file_bytes: int = 512 * c
     pool = np.random.default_rng([seed, 0]).standard_normal(_POOL, dtype=np.float32)
     random = np.random.default_rng([seed, 1])
 
-    def payload(part: list[Row]) -> Iterator[bytes]:
+    def payload(part: Sequence[Row]) -> Iterator[bytes]:
         for _, _, size in part:
             yield from values(size, pool, random)
 
@@ -160,7 +153,7 @@ def headers_only(root: Path, *, layers: int = 93, experts: int = 896, hidden: in
     parts.append(bf16({"model.embed_tokens": (config["vocab_size"], hidden), "model.norm": (hidden,)}))
     parts.append(bf16({"lm_head": (config["vocab_size"], hidden)}))
     root.mkdir(parents=True)
-    write_files(root, parts, None)
+    write_files(root, parts)
     write_json(root / "config.json", config)
     return root
 
@@ -207,11 +200,6 @@ def deepseek_config(layers: int, experts: int, hidden: int, width: int) -> dict[
     }
 
 
-def fp8_block(name: str, n: int, k: int) -> list[Row]:
-    blocks = (-(-n // 128), -(-k // 128))
-    return [(f"{name}.weight", "F8_E4M3", (n, k)), (f"{name}.weight_scale_inv", "F32", blocks)]
-
-
 def deepseek_layer(index: int, config: dict[str, Any]) -> list[Row]:
     prefix, hidden, heads = f"model.layers.{index}", config["hidden_size"], config["num_attention_heads"]
     attention, q_rank, kv_rank = f"{prefix}.self_attn", config["q_lora_rank"], config["kv_lora_rank"]
@@ -249,27 +237,6 @@ def split(rows: list[Row], file_bytes: int) -> list[list[Row]]:
             parts.append([])
         parts[-1].append(row)
     return parts
-
-
-def write_files(root: Path, parts: list[list[Row]], payload: Any) -> None:
-    """Files of the published naming and their index; without `payload` the data is a hole."""
-    weight_map: dict[str, str] = {}
-    for number, part in enumerate(parts, 1):
-        name = f"model-{number:05}-of-{len(parts):05}.safetensors"
-        weight_map |= dict.fromkeys((row[0] for row in part), name)
-        header = build_header(part, {"format": "pt"})
-        with (root / name).open("wb") as file:
-            file.write(header)
-            if payload is None:
-                file.truncate(len(header) + nbytes(part))
-            else:
-                file.writelines(payload(part))
-    total = sum(map(nbytes, parts))
-    write_json(root / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
 
 
 def main() -> None:

@@ -375,6 +375,16 @@ def test_dry_run_writes_nothing(minimax: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_dry_run_tries_no_layer_that_is_larger_than_the_free_memory(
+    minimax: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.calibrate.estimate.free_bytes", lambda device: 2**20)
+    monkeypatch.setattr("quantkit.calibrate.estimate.LayerStream", None)
+    result = invoke(minimax, "-o", tmp_path / "out", *ARGUMENTS, "--dry-run", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"time +unknown: a layer takes [\d.]+ MiB in float32 on cpu, and 1.00 MiB are free", result.stdout)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

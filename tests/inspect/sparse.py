@@ -1,25 +1,58 @@
-"""Checkpoints of full size without their bytes: real headers over a hole in the file."""
+"""Checkpoints of full size without their bytes: real headers over a hole in each file, terabytes in kilobytes."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from quantkit.spec.tensorfile import build_header, tensor_nbytes
 
 Row = tuple[str, str, tuple[int, ...]]
+"""Name, dtype, shape."""
+
+
+def nbytes(rows: Iterable[Row]) -> int:
+    return sum(tensor_nbytes(dtype, shape) for _, dtype, shape in rows)
 
 
 def write(root: Path, config: dict[str, Any], rows: Iterable[Row]) -> Path:
-    """A one-file checkpoint whose payload is a hole: terabytes of shape, kilobytes of disk."""
-    rows = list(rows)
+    """A one-file checkpoint without an index."""
     root.mkdir(parents=True, exist_ok=True)
     (root / "config.json").write_text(json.dumps(config))
-    header = build_header(rows, {})
-    with (root / "model.safetensors").open("wb") as file:
-        file.write(header)
-        file.truncate(len(header) + sum(tensor_nbytes(dtype, shape) for _, dtype, shape in rows))
+    write_file(root / "model.safetensors", list(rows), {}, None)
     return root
+
+
+def write_files(
+    root: Path, parts: Sequence[Sequence[Row]], payload: Callable[[Sequence[Row]], Iterable[bytes]] | None = None
+) -> None:
+    """Files of the published naming and their index; without `payload` the data is a hole."""
+    weight_map: dict[str, str] = {}
+    for number, part in enumerate(parts, 1):
+        name = f"model-{number:05}-of-{len(parts):05}.safetensors"
+        weight_map |= dict.fromkeys((row[0] for row in part), name)
+        write_file(root / name, part, {"format": "pt"}, payload)
+    total = sum(map(nbytes, parts))
+    write_json(root / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def write_file(
+    path: Path,
+    rows: Sequence[Row],
+    metadata: dict[str, str],
+    payload: Callable[[Sequence[Row]], Iterable[bytes]] | None,
+) -> None:
+    header = build_header(rows, metadata)
+    with path.open("wb") as file:
+        file.write(header)
+        if payload is None:
+            file.truncate(len(header) + nbytes(rows))
+        else:
+            file.writelines(payload(rows))
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
 
 
 def bf16(name: str, *shape: int) -> list[Row]:

@@ -53,6 +53,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "text_config": _config(
             "minimax_m3_vl_text", 60, 6144, 64, 4, 200064,
             head_dim=128, dense_intermediate_size=12288, shared_intermediate_size=3072, moe_layer_freq=_M3_LAYERS,
+            max_position_embeddings=524288,
             sparse_attention_config={
                 "sparse_num_index_heads": 4, "sparse_index_dim": 128, "sparse_attention_freq": _M3_LAYERS,
             },
@@ -79,6 +80,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_nextn_predict_layers=1, max_position_embeddings=131072,
         **_experts("n_routed_experts", 160, 8, "moe_intermediate_size", 1536, n_shared_experts=1),
     ),
+    "GLM-5": _config(
+        "glm_moe_dsa", 78, 6144, 64, 64, 154880,
+        intermediate_size=12288, first_k_dense_replace=3, index_n_heads=32, index_head_dim=128, index_topk=2048,
+        num_nextn_predict_layers=1, topk_method="noaux_tc", scoring_func="sigmoid", max_position_embeddings=202752,
+        **(_MLA | {"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256}),
+        **_experts("n_routed_experts", 256, 8, "moe_intermediate_size", 2048, n_shared_experts=1),
+    ),
+    "Qwen3.5-397B-A17B": {
+        "model_type": "qwen3_5_moe",
+        "text_config": _config(
+            "qwen3_5_moe_text", 60, 4096, 32, 2, 248320,
+            head_dim=256, full_attention_interval=4, max_position_embeddings=262144, mtp_num_hidden_layers=1,
+            linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16,
+            linear_num_value_heads=64, shared_expert_intermediate_size=1024,
+            **_experts("num_experts", 512, 10, "moe_intermediate_size", 1024),
+        ),
+        "vision_config": {
+            "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "out_hidden_size": 4096,
+            "num_position_embeddings": 2304, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
+        },
+        "tie_word_embeddings": False,
+    },
     "gpt-oss-120b": _config(
         "gpt_oss", 36, 2880, 64, 8, 201088,
         head_dim=64, sliding_window=128, attention_bias=True, max_position_embeddings=131072,

@@ -1,6 +1,7 @@
 """`quantkit plan`: what it prints, refuses and never loads."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -97,12 +98,28 @@ def test_what_fits_is_the_limit(config: Path) -> None:
     assert not same_mesh_fits("--concurrency", best.largest_batch + 1)
 
 
+def test_what_would_fit_is_said_where_only_the_cache_is_too_large(tmp_path: Path) -> None:
+    """Both remedies fit, and a little more of either does not."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGS["MiniMax-M3"]))
+    cards = (path, "--device", "K100_AI", "--cards", 8)
+    done = plan(*cards)
+    assert done.exit_code == 3
+    found = re.search(r"fits on 8 cards \(.*\): (\d+) sequences of 32,768 tokens, or 8 of ([\d,]+)", done.output)
+    assert found
+    batch, context = int(found[1]), int(found[2].replace(",", ""))
+    assert plan(*cards, "--concurrency", batch).exit_code == 0
+    assert plan(*cards, "--context", context).exit_code == 0
+    assert plan(*cards, "--context", context + 1).exit_code == 3
+
+
 def test_nothing_fits_is_an_answer_with_code_3(config: Path) -> None:
     done = plan(config, "--card-memory", 16, "--cards", 2)
     assert done.exit_code == 3
     assert "nothing fits on 2 cards" in done.output
     assert "the weights of one card alone are larger than its memory less the reserve" in done.output
     assert "fewest 24" in done.output
+    assert "with less work" not in done.output
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ BILLIONS = {
     "DeepSeek-V3.2": 685.0,
     "Kimi-K2": 1026.0,
     "GLM-4.5": 358.3,  # 355 B and the draft layer with its copies of both tables
+    "GLM-5": 754.0,  # 744 B and the draft layer
+    "Qwen3.5-397B-A17B": 397.0,  # without its draft layer
     "gpt-oss-120b": 116.8,
     "Mixtral-8x7B": 46.7,
     "Llama-3-70B": 70.6,
@@ -53,6 +55,8 @@ CACHE_BYTES = {
     "DeepSeek-V3.2": 61 * (512 + 64) * 2 + 61 * 128 * 2,  # latents and index keys
     "Kimi-K2": 61 * (512 + 64) * 2,
     "GLM-4.5": 2 * 92 * 8 * 128 * 2,
+    "GLM-5": 78 * (512 + 64) * 2 + 78 * 128 * 2,
+    "Qwen3.5-397B-A17B": 2 * 15 * 2 * 256 * 2,  # three layers in four are linear
     "gpt-oss-120b": 2 * 36 * 8 * 64 * 2,
     "Mixtral-8x7B": 2 * 32 * 8 * 128 * 2,
     "Llama-3-70B": 2 * 80 * 8 * 128 * 2,
