@@ -2,8 +2,9 @@
 
     python tests/bench/replicas.py [--small]      # --small: the smallest two models
 
-For each model and each number of cards of `recipes/plans`: `inspect`, `plan`,
-and `convert --dry-run` of both forms, with the mesh that `plan` puts first. It fails where a command does.
+For each model and each number of cards of `recipes/plans`: `inspect`, `plan`, and `convert --dry-run` of both forms,
+with the mesh that `plan` puts first. It fails where a command does, and where the class with all layers has other
+tensors than the replica.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 import common
 from convert_speed import fresh
 
-from tests.models.replica import make_replica
+from tests.models.replica import make_replica, rows_of
+from tests.plan.facts import CONFIGS
 from tests.plan.published import CARDS, DEVICE, RECIPES
 
 SMALLEST = ("gpt-oss-120b", "Qwen3-30B-A3B")
@@ -48,6 +50,8 @@ def main() -> None:
     report = common.Report("replicas", args.small, {"cards": list(CARDS), "device": DEVICE})
     report.data["models"] = {}
     for model in SMALLEST if args.small else RECIPES:
+        if sorted(rows_of(model, CONFIGS[model])) != sorted(rows_of(model, CONFIGS[model], whole=True)):
+            raise SystemExit(f"{model}: the layers do not repeat as tests/models/replica.py says")
         root = make_replica(model, fresh(args.work / "replicas") / model)
         found = commands_of(model, root, args.work / "never-written")
         report.data["models"][model] = {name: run.row() for name, run in found.items()}

@@ -4,7 +4,9 @@
 
 Names and shapes come from transformers' own class, built on `meta` from the published config and saved under the names
 of its conversion mapping. What transformers does not keep is added as it is published: draft layers, float32 tensors
-and the native low-bit form. Terabytes take seconds, and every command that reads headers alone sees the real model.
+and the native low-bit form. The first layers are built and the others repeat them; building all of them takes longer
+and gives the same, which `tests/bench/replicas.py` compares. Every command that reads headers alone sees the
+real model.
 """
 
 from __future__ import annotations
@@ -69,8 +71,34 @@ def thinned(config: Any, layers: int, old: int = 0) -> Any:
     return found | ({"num_hidden_layers": layers} if "num_hidden_layers" in config else {})
 
 
-def rows_of(model: str, config: Mapping[str, Any]) -> list[Row]:
+BUILT = 9
+PERIOD = 4
+"""From the fifth layer before this one on, the kinds of layers of every model here repeat after so many."""
+
+
+def rows_of(model: str, config: Mapping[str, Any], *, whole: bool = False) -> list[Row]:
     """Every tensor of a checkpoint of `model`'s family with this config."""
+    layers = config.get("text_config", config)["num_hidden_layers"]
+    if whole or layers <= BUILT:
+        return _built(model, config)
+    found: list[Row] = []
+    for part in by_layer(_built(model, thinned(dict(config), BUILT))):
+        first = _layer(part[0][0])
+        if first == BUILT:  # the draft layer
+            found += _moved(part, layers)
+        elif BUILT - PERIOD <= first < BUILT:
+            for layer in range(first, layers, PERIOD):
+                found += _moved(part, layer)
+        else:
+            found += part
+    return found
+
+
+def _moved(rows: Iterable[Row], layer: int) -> list[Row]:
+    return [(_LAYER.sub(f"layers.{layer}.", name, count=1), dtype, shape) for name, dtype, shape in rows]
+
+
+def _built(model: str, config: Mapping[str, Any]) -> list[Row]:
     row = FAMILIES[FAMILY_OF[model]]
     text = config.get("text_config", config)
     has_draft = text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers")
@@ -120,13 +148,21 @@ def _mxfp4(name: str, dtype: str, shape: tuple[int, ...]) -> list[Row]:
     return [(f"{name}_blocks", "U8", (*groups, 16)), (f"{name}_scales", "U8", groups)]
 
 
+_OUTSIDE = 1 << 30
+
+
 def by_layer(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """One file for each layer, in order, then one for what is outside the layers."""
+    """The rows of each layer, in order, then those outside the layers: the files of a replica."""
     parts: dict[int, list[Row]] = {}
     for row in rows:
-        found = _LAYER.search(row[0])
-        parts.setdefault(int(found[1]) if found and "vision" not in row[0] else 1 << 30, []).append(row)
+        parts.setdefault(_layer(row[0]), []).append(row)
     yield from (parts[key] for key in sorted(parts))
+
+
+def _layer(name: str) -> int:
+    """Decoder layer of a name; draft modules and vision towers have layers of their own."""
+    found = None if name.startswith("mtp.") or "vision" in name else _LAYER.search(name)
+    return int(found[1]) if found else _OUTSIDE
 
 
 def main() -> None:

@@ -16,12 +16,12 @@ from click.testing import CliRunner
 from quantkit.cli import main
 from quantkit.recipe import load_recipe
 from tests.inspect.sparse import minimax_m2
-from tests.models.replica import FAMILY_OF, make_replica, rows_of
+from tests.models.replica import BUILT, FAMILY_OF, make_replica, rows_of
 from tests.plan.facts import CONFIGS
 from tests.plan.published import PLANS, RECIPES, Planned, overview_row, page, planned
 from tests.plan.test_published_models import BILLIONS, GIB
 
-LAYERS = 9
+LAYERS = BUILT
 
 
 def run(*arguments: object) -> Any:
@@ -38,6 +38,7 @@ def test_every_recipe_serves_a_replica() -> None:
 
 
 def test_names_and_shapes_are_those_written_by_hand() -> None:
+    """Of all 62 layers: what is built and what is repeated."""
     _, rows = minimax_m2()
     assert sorted(rows_of("MiniMax-M2.7", CONFIGS["MiniMax-M2.7"])) == sorted(rows)
 
