@@ -86,7 +86,7 @@ def page(found: Planned) -> str:
 
 def _as_printed(report: PlanReport) -> str:
     file = StringIO()
-    render(report, Console(file=file, highlight=False, soft_wrap=True, width=10_000))
+    render(report, Console(file=file, highlight=False, soft_wrap=True, markup=False, emoji=False, width=10_000))
     return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
 
 
