@@ -38,9 +38,6 @@ from quantkit_runtime.parallel import ALONE, Team
 from quantkit_runtime.plan import Planned, Planner
 from quantkit_runtime.shards import Checked, ModelFiles
 
-OVERLAP = 1024
-"""Tokens from which, on cards, sums over ranks overlap with the computation of what they add."""
-
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -83,7 +80,7 @@ def load_model(
     kv_format: KvFormat | None = None,
     on_plan: Callable[[MemoryPlan], None] | None = None,
     dispatch: bool | None = None,
-    overlap: int | None = None,
+    overlap: int = 0,
 ) -> LoadedModel:
     """Load a converted folder of either form, or a plain checkpoint; of shards the part of this process.
 
@@ -97,7 +94,7 @@ def load_model(
         kv_format: of the paged cache; None keeps keys and values in `dtype`.
         on_plan: called with the memory plan before anything is read.
         dispatch: whether tokens travel to their experts, see `experts.Placement`.
-        overlap: see `parallel.Team`; None: `OVERLAP` on cards, and not at all on the CPU, which has no hands free.
+        overlap: see `parallel.Team`.
 
     Raises:
         InputError, UsageError: and the four classes of `quantkit_runtime.errors`. On a mesh every rank raises what
@@ -127,9 +124,7 @@ def load_model(
         _require_complete(model, planned)
         return LoadedModel(model, files, tuple(planned), tuple(unused), account, memory, device, dtype, kv)
 
-    on_card = device.torch.type == "cuda"
-    overlap = OVERLAP * on_card if overlap is None else overlap
-    with open_model(root, verify=verify, on_card=on_card, overlap=overlap) as files:
+    with open_model(root, verify=verify, on_card=device.torch.type == "cuda", overlap=overlap) as files:
         loaded = files.ranks.together(load_own, f"loading {root}")
     reasons = files.ranks.world.objects(loaded.kv if isinstance(loaded.kv, str) else "")
     if reason := next(filter(None, reasons), ""):  # stages whose layers differ must run in the same steps
