@@ -129,9 +129,9 @@ class GemmTrace(TorchDispatchMode):
                 weights = {weight for operand in operands for weight in self._weights_of(operand)}
                 # the offsets of a grouped GEMM are int32 and say nothing about its arithmetic
                 values = [operand for operand in operands if operand.dtype != torch.int32] or operands
-                self._account.float_gemm(f"torch.{name}", _dtype_name(values[-1].dtype), weights)
+                self._account.record(f"torch.{name}", _dtype_name(values[-1].dtype), weights)
             elif name.startswith(_ATTENTION_OPS):
-                self._account.float_gemm("torch.scaled_dot_product_attention", _dtype_name(args[0].dtype), ())
+                self._account.record("torch.scaled_dot_product_attention", _dtype_name(args[0].dtype), ())
         return func(*args, **(kwargs or {}))
 
     def _weights_of(self, operand: Tensor) -> tuple[str, ...]:

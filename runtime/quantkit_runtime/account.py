@@ -55,10 +55,7 @@ class Account:
             yield
         finally:
             self.inside_int8 = False
-        self._record(kernel, "int8", weights)
-
-    def float_gemm(self, kernel: str, dtype: str, weights: Iterable[str]) -> None:
-        self._record(kernel, dtype, weights)
+        self.record(kernel, "int8", weights)
 
     @contextmanager
     def self_test(self) -> Iterator[None]:
@@ -68,7 +65,8 @@ class Account:
         finally:
             self.phase = "forward"
 
-    def _record(self, kernel: str, dtype: str, weights: Iterable[str]) -> None:
+    def record(self, kernel: str, dtype: str, weights: Iterable[str]) -> None:
+        """Count a GEMM that ran; `int8_gemm` does so for INT8 ones."""
         row = (kernel, dtype, self.phase)
         self.calls[row] += 1
         self.weights.setdefault(row, set()).update(weights)

@@ -15,9 +15,11 @@ from quantkit.spec.mesh import Mesh
 from quantkit_instruments import cli, comm
 from quantkit_instruments.trace import gemm_rows, judge, trace
 from quantkit_runtime import device as devices
+from quantkit_runtime import session
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.graft import load_model
 from quantkit_runtime.kv_cache import KvFormat
+from quantkit_runtime.runner import PagedRunner
 from quantkit_runtime.session import make_runner
 from tests.families import VOCAB, make_tiny
 
@@ -66,6 +68,20 @@ def run_model(folder: Path, *prompts: torch.Tensor, dtype: str = "float32", **op
         "layers": sorted({row.key.layer for row in loaded.planned if row.key.layer is not None}),
         "dispatch": [placement.dispatch for placement in placements],
         "load": [placement.load.tolist() for placement in placements],
+    }
+
+
+def run_session(folder: Path, prompts: list[list[int]], count: int, chunk: int) -> dict[str, Any]:
+    """A session of this process's part for all prompts at once: their tokens and what the pools came to."""
+    loaded = load_model(folder, devices.resolve("cpu"), torch.float32)
+    context, kv = max(map(len, prompts)) + count - 1, KvFormat(torch.float32, torch.float32, 4)
+    engine, table = session.start(loaded, session.Options(context, kv, len(prompts), chunk))
+    assert isinstance(engine.runner, PagedRunner)
+    layers = engine.runner.cache.layers.values()
+    return {
+        "tokens": [one.tokens for one in engine.generate(prompts, count)],
+        "blocks": {layer.spec.layer: len(layer.keys.data) for layer in layers},
+        "fits": table.fits,
     }
 
 

@@ -136,6 +136,20 @@ def test_sums_that_overlap_with_computing_are_the_same(families: Prepared, world
             assert other["calls"] > one["calls"]
 
 
+def test_stages_with_and_without_windows_run_in_step(families: Prepared, world: World) -> None:
+    """gpt-oss over two stages: layers 0 and 2 see 16 positions and keep rings of 7 blocks of 4, layer 1 sees all."""
+    folder, _, _ = families["gpt_oss"]
+    prompts = [tasks.prompt(tokens, seed=tokens)[0].tolist() for tokens in (45, 3, 70)]
+    ask = prompts, 20, 7
+    (alone,) = world.mesh(tasks.run_session, 1, folder / "one", *ask)
+    first, last = world.mesh(tasks.run_session, 2, folder / "pp2", *ask)
+    assert alone["blocks"] == {0: 1 + 3 * 7, 1: 1 + 3 * 23, 2: 1 + 3 * 7}
+    assert {**first["blocks"], **last["blocks"]} == alone["blocks"]
+    assert sorted(last["blocks"]) == [2]
+    assert first["tokens"] == last["tokens"] == alone["tokens"]
+    assert first["fits"] == last["fits"]
+
+
 EXPERTS = {
     "ep": Mesh(tp=2, ep=2),
     "ep over replicas": Mesh(dp=2, ep=2),
@@ -242,7 +256,7 @@ def test_generate_speaks_once(speaking: Path, world: World, converted: Callable[
     """Draws are the same on every rank, and so is the text."""
     options = ("--device", "cpu", "--prompt", "The sea", "--prompt", "Once", "--max-new-tokens", "6", "--json")
     drawn = ("--temperature", "0.8", "--top-p", "0.9", "--kv-keys", "float32")
-    found = world.mesh(tasks.command_line, 4, "generate", str(speaking), *options, *drawn)
+    found = world.mesh(tasks.command_line, 4, "generate", str(speaking), *options, *drawn, "--overlap", "2")
     assert [code for code, _, _ in found] == [0] * 4
     assert [stdout + stderr for _, stdout, stderr in found[1:]] == [""] * 3
     whole = str(converted("tiny-minimax-m2", "sharded"))
