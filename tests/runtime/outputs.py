@@ -84,11 +84,15 @@ def one_by_one(arch: Architecture, tensors: dict[str, Tensor]) -> Iterator[tuple
 
 
 def write_checkpoint(source: Path, out: Path, scheme: Scheme = w8a8, *, manifest: bool = True) -> Path:
-    """The checkpoint form, in two files so that a weight and its scale may lie apart."""
+    """The checkpoint form, in two files; a weight and its scales stand in one."""
     copy_rest(source, out)
     rows = quantize(architecture(source), read_source(source), scheme)
-    names = sorted(rows)
-    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    modules = sorted({name.removesuffix("weight").removesuffix("weight_scale") for name in rows})
+    halves = [set(modules[::2]), set(modules[1::2])]
+    names = [
+        [n for n in sorted(rows) if n.removesuffix("weight").removesuffix("weight_scale") in half] for half in halves
+    ]
+    files = {f"model-0000{number}-of-00002.safetensors": half for number, half in enumerate(names, 1)}
     for file, members in files.items():
         save_file({name: rows[name][1] for name in members}, out / file, metadata={"format": "pt"})
     weight_map = {name: file for file, members in files.items() for name in members}
@@ -158,6 +162,7 @@ def write_manifest(out: Path, form: str, rows: dict[str, tuple[Key, Tensor, str]
                     shape=info.shape,
                     global_shape=info.shape,
                     scheme=scheme,
+                    scale=scale if (scale := f"{name.removesuffix('weight')}weight_scale") in rows else "",
                     xxh3=xxhash.xxh3_128_hexdigest(data[info.start : info.end]),
                 )
             )
