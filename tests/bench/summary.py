@@ -20,7 +20,7 @@ _MET, _MISSED, _PEER = "#2a7a4b", "#b3261e", "#8a8f98"
 
 
 class Target(NamedTuple):
-    """One row: `share` of the bound that is used up, above 1 when it is missed."""
+    """One row: `share` of the bound that is used up, above 1 when it is missed; of a bound of 0 nothing, or all."""
 
     benchmark: str
     what: str
@@ -32,7 +32,7 @@ class Target(NamedTuple):
     @property
     def share(self) -> float:
         over, under = (self.value, self.bound) if self.at_most else (self.bound, self.value)
-        return over / under if under else (0.0 if not over else _LONGEST)
+        return max(0.0, over / under) if under > 0 else (0.0 if self.met else _LONGEST)
 
 
 def results(folder: Path) -> dict[str, dict[str, Any]]:

@@ -155,18 +155,19 @@ def test_the_summary_says_what_the_results_say(tmp_path, capsys, monkeypatch):
     report.target("share", 0.95, 0.9, at_most=False)
     report.target("lost files", 0, 0)
     report.target("found files", 1, 0)
+    report.target("difference", -0.5, 0)
     report.data |= {"source_bytes": 10**9, "candidates": {"quantkit": {"compared_seconds": 2.0}}}
     report.write()
     (tmp_path / "results/other.json").write_text('{"no": "targets"}')
     found = summary.results(tmp_path / "results")
     rows = summary.targets(found)
     assert list(found) == ["convert_speed"]
-    assert [row.share for row in rows] == [pytest.approx(4 / 3), pytest.approx(0.9 / 0.95), 0.0, 3.0]
+    assert [row.share for row in rows] == [pytest.approx(4 / 3), pytest.approx(0.9 / 0.95), 0.0, 3.0, 0.0]
     capsys.readouterr()
     summary.show(found, rows)
     shown = capsys.readouterr().out
-    assert [line.split()[-1] for line in shown.splitlines()[-6:-2]] == ["MISSED", "met", "met", "MISSED"]
-    assert shown.endswith("2 of 4 targets met, 2 missed\n")
+    assert [line.split()[-1] for line in shown.splitlines()[-7:-2]] == ["MISSED", "met", "met", "MISSED", "met"]
+    assert shown.endswith("3 of 5 targets met, 2 missed\n")
     first = {path.name: path.read_bytes() for path in summary.plot(found, rows, tmp_path)}
     assert {path.name: path.read_bytes() for path in summary.plot(found, rows, tmp_path)} == first
     assert list(first) == ["targets.svg", "convert_speed.svg"]
