@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.archs import Key
 from quantkit.errors import InputError, UsageError
+from quantkit.spec.layout import LAYOUTS
 from quantkit.spec.manifest import manifest_bytes, read_manifest
 from quantkit.spec.mesh import Mesh
 from quantkit_runtime import graft
@@ -263,7 +264,8 @@ def test_a_scheme_of_another_tool_is_refused(checkpoint: Path, load: Load) -> No
 
 
 def test_a_hardware_layout_is_refused(folder: Path, load: Load) -> None:
-    edit_manifest(folder, lambda fields: fields["tensors"][0].update(layout="marlin_k64"))
+    packed = {"layout": "marlin_k64", "target": LAYOUTS["marlin_k64"].target}
+    edit_manifest(folder, lambda fields: fields["tensors"][0].update(packed))
     with pytest.raises(UnsupportedDtype, match="marlin_k64"):
         load(folder)
 
