@@ -1,6 +1,6 @@
 """The READMEs' table of families, made from the records and from what the tests of every family expect.
 
-    python -m tests.acceptance.family_table        # prints both; paste between the marks of the READMEs
+python -m tests.acceptance.family_table        # prints both; paste between the marks of the READMEs
 """
 
 from __future__ import annotations

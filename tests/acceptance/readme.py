@@ -59,5 +59,5 @@ def cells(line: str) -> list[str]:
 
 
 def code(text: str) -> list[str]:
-    """What stands in backticks."""
-    return re.findall(r"`([^`]+)`", text)
+    """What stands in backticks, outside blocks."""
+    return re.findall(r"`([^`\n]+)`", _BLOCK.sub("", text))

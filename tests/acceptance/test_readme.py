@@ -29,7 +29,7 @@ PROGRAMS = ("quantkit", "quantkit-runtime", "python", "torchrun", "make", "vllm"
 
 def run(line: str) -> Result | None:
     program, *arguments = shlex.split(line)
-    if program == ".":  # the environment of the tests is active
+    if program in (".", "make"):  # the environment of the tests is active, what make fetches is there
         return None
     if program == "python":
         assert arguments.pop(0) == "runtime/smoke_load.py"
@@ -79,9 +79,9 @@ def with_outputs(*marks: str) -> list[Block]:
 def test_commands_run(here: Path) -> None:
     found = with_outputs("run", "endpoint")
     used = {tuple(shlex.split(line)[:2]) for block in found if block.mark != "output" for line in block.lines}
-    assert {name for program, name in used if program == "quantkit"} >= set(toolkit.list_commands(_context(toolkit))) - {
-        "merge-manifest"
-    }
+    assert {name for program, name in used if program == "quantkit"} >= set(
+        toolkit.list_commands(_context(toolkit))
+    ) - {"merge-manifest"}
     run_blocks([block for block in found if block.mark != "endpoint"])
     with running_stub() as stub:
         answer_as(stub, here / "out/baseline")
@@ -158,7 +158,7 @@ def test_other_commands_are_parsed() -> None:
 
 def test_make_targets_and_extras_exist() -> None:
     makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
-    for line in (line for block in blocks(ENGLISH, "make") for line in block.lines):
+    for line in (line for block in blocks(ENGLISH) for line in block.lines if line.startswith("make ")):
         _, target, *variables = line.partition("#")[0].split()
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), line
         assert all(re.search(rf"^{name.split('=')[0]}\s*\?=", makefile, re.MULTILINE) for name in variables), line
@@ -187,7 +187,7 @@ def test_code_is_the_same(text: str) -> None:
 @LANGUAGES
 def test_the_same_things_are_named(text: str) -> None:
     """Options, files, messages, recipes: whatever stands in backticks."""
-    english, other = (set(code(re.sub(r"```.*?```", "", each, flags=re.DOTALL))) for each in (ENGLISH, text))
+    english, other = (set(code(each)) for each in (ENGLISH, text))
     assert english == other
 
 
@@ -198,7 +198,7 @@ def test_headings_and_tables_have_their_counterparts(text: str) -> None:
         return [len(cells(line)) if line.startswith("|") else 0 for line in lines]
 
     assert shape(text) == shape(ENGLISH)
-    assert len(text.splitlines()) <= 450
+    assert len(text.splitlines()) <= 470
 
 
 # ------------------------------------------------------------------------------------------ families, recipes, tree

@@ -16,7 +16,7 @@ from tests.acceptance.readme import TEXTS, cells
 FIGURES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("readme_figures.yaml").read_text())["figures"]
 RESULTS = ROOT / "tests" / "bench" / "results"
 NUMBER = re.compile(r"(?<![\w.])[+-]?\d[\d,]*(?:\.\d+)?")
-MEASURED = re.compile(r"\d ?(%|x\b|MiB|GiB|s\b|TOPS|seconds|times|倍|秒|分钟|minutes)")
+MEASURED = re.compile(r"\d ?%|\d (x\b|MiB|GiB|s\b|TOPS|seconds|times|minutes)")
 
 
 def prose(text: str) -> list[str]:
@@ -46,7 +46,11 @@ def lookup(result: str, path: str) -> float:
     path, _, factor = path.partition(" * ")
     path, _, divisor = path.partition(" / ")
     for step in path.split("/"):
-        found = next(row for row in found if step in (row.get("what"), row.get("name"))) if isinstance(found, list) else found[step]
+        found = (
+            next(row for row in found if step in (row.get("what"), row.get("name")))
+            if isinstance(found, list)
+            else found[step]
+        )
     return float(found) * float(factor or 1) / float(divisor or 1)
 
 
