@@ -18,7 +18,7 @@ from quantkit.spec.baseline import LOGPROBS_NAME, read_baseline
 from quantkit_instruments.cli import main as runtime
 from tests.acceptance import family_table
 from tests.acceptance.conftest import MODELS, ROOT, cli, smoke_load, succeeded
-from tests.acceptance.readme import MARKS, PARSED, RUN, TEXTS, Block, between, blocks, cells, code
+from tests.acceptance.readme import MARKS, PARSED, TEXTS, Block, between, blocks, cells, code
 from tests.endpoint.stub import Stub, running_stub
 
 ENGLISH = TEXTS["en"]
