@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from tests.acceptance.conftest import ROOT
 
-NAMES = {"en": "README.md"}
+NAMES = {"en": "README.md", "zh": "README.zh.md"}
 TEXTS = {language: (ROOT / name).read_text(encoding="utf-8") for language, name in NAMES.items()}
 RUN, PARSED = ("run", "quick", "endpoint"), ("cards", "cluster")
 MARKS = {*RUN, *PARSED, "output", "make", "recipe", "engine"}

@@ -15,7 +15,7 @@ from tests.acceptance.readme import TEXTS, cells
 
 FIGURES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("readme_figures.yaml").read_text())["figures"]
 RESULTS = ROOT / "tests" / "bench" / "results"
-NUMBER = re.compile(r"(?<![\w.])[+-]?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"(?<![\w.])[+-]?\d+(?:,\d{3})*(?:\.\d+)?")
 MEASURED = re.compile(r"\d ?%|\d (x\b|MiB|GiB|s\b|TOPS|seconds|times|minutes)")
 
 

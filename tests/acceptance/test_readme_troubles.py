@@ -147,7 +147,7 @@ TROUBLES: dict[str, tuple[int, Callable[[Bench], Result]]] = {
     "the checksum of tensor": (3, lambda bench: smoke_load(bench.damaged())),
     "a mesh of 2 rank(s); 1 process(es) run": (2, shards_alone),
     "is built for CPU": (2, no_card),
-    "ran in floating point": (4, in_floating_point),
+    "did not run in INT8": (4, in_floating_point),
 }
 """Message -> exit code, and what provokes it."""
 
