@@ -30,6 +30,14 @@ DEVICES = ("auto", "cpu", "cuda")
 BATCH_BYTES = 128 * 2**20
 """Bytes for the activations of a batch inside a layer, or 1/32 of the layer if that is more."""
 
+ACCELERATOR_BATCH_BYTES = 1 << 30
+"""The same on an accelerator, which pays for each operation."""
+
+FLOAT32_LAYER = 2 << 30
+"""Bytes of a layer in float32 up to which an accelerator computes in float32 too, some ten times slower. In BF16 a
+layer's own rounding is as large as the errors that methods and decisions are to tell apart, and what methods see of
+weights would have to be read a second time."""
+
 MAX_JOBS = 32
 """Batches at a time by default: their activations take no more than the layer, or 4 GiB."""
 
@@ -74,7 +82,8 @@ class Plan:
 
     def batches_of(self, samples: Samples) -> list[Batch]:
         """Batches of other samples than the plan's, of the same sizes."""
-        budget = max(BATCH_BYTES, layer_bytes(self.source, self.dtype)[0] // 32)
+        least = BATCH_BYTES if self.device.type == "cpu" else ACCELERATOR_BATCH_BYTES
+        budget = max(least, layer_bytes(self.source, self.dtype)[0] // 32)
         return samples.batches(min(self.recipe.calibration.batch_tokens, budget // self._token_bytes))
 
     @property
@@ -178,6 +187,8 @@ def make_plan(root: Path, recipe: Recipe, *, device: str = "auto", memory_budget
     load_config(root)
     gemms = expected_gemms(source, recipe)
     place, dtype = choose_device(device)
+    if layer_bytes(source, torch.float32)[0] <= FLOAT32_LAYER:
+        dtype = torch.float32
     longest = source.dims.max_positions
     if 0 < longest < recipe.calibration.seq_len:
         raise UsageError(f"--seq-len {recipe.calibration.seq_len}: this model has {longest} positions", "choose less")
@@ -196,7 +207,7 @@ def make_plan(root: Path, recipe: Recipe, *, device: str = "auto", memory_budget
 
 
 def choose_device(name: str) -> tuple[torch.device, torch.dtype]:
-    """Device and compute dtype: float32 on the CPU (bfloat16 is emulated on many), bfloat16 on an accelerator."""
+    """Device and dtype for large models: float32 on the CPU (bfloat16 is emulated on many), else bfloat16."""
     if name not in DEVICES:
         raise UsageError(f"unknown device {name!r}", choices=DEVICES)
     if name == "cuda" and not torch.cuda.is_available():

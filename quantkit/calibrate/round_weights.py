@@ -127,7 +127,7 @@ def _plain(w_NK: Tensor, note: str) -> _Rounded:
 def _better(w_NK: Tensor, codes: Tensor, scale: Tensor, h_KK: Tensor, note: str) -> _Rounded:
     """What a method found, unless rounding to nearest has the smaller error."""
     plain = _plain(w_NK, "to nearest: no smaller error was found")
-    before, after = (relative_error(w_NK, dequantize(*each), h_KK) for each in (plain[:2], (codes, scale)))
+    before, after = relative_errors(w_NK, h_KK, *(dequantize(*each) for each in (plain[:2], (codes, scale))))
     if not after < before:
         return plain._replace(before=before, after=before)
     return _Rounded(codes, scale, before, after, note)
@@ -142,11 +142,11 @@ def second_moments(x: Tensor) -> Tensor:
     return total / len(x)
 
 
-def relative_error(w_NK: Tensor, rounded_NK: Tensor, h_KK: Tensor) -> float:
-    """||x (w - q)^T|| / ||x w^T|| over the rows behind the second moments."""
-    difference, w = (w_NK - rounded_NK).double(), w_NK.double()
-    error, square = (float(((each @ h_KK) * each).sum()) for each in (difference, w))
-    return (max(error, 0.0) / square) ** 0.5 if square > 0 else 0.0
+def relative_errors(w_NK: Tensor, h_KK: Tensor, *rounded_NK: Tensor) -> list[float]:
+    """||x (w - q)^T|| / ||x w^T|| of each q, over the rows behind the second moments."""
+    matrices = (each.double() for each in (w_NK, *(w_NK - each for each in rounded_NK)))
+    square, *errors = torch.stack([((each @ h_KK) * each).sum() for each in matrices]).tolist()
+    return [(max(error, 0.0) / square) ** 0.5 if square > 0 else 0.0 for error in errors]
 
 
 def write_codes(records: Sequence[Path], out: Path) -> None:

@@ -34,6 +34,7 @@ of the outlier definition in LLM.int8() (Dettmers et al. 2022, magnitude 6), tak
 scale of an activation is arbitrary."""
 
 _CHUNK_ELEMENTS = 1 << 18  # 1 MiB of float32: the temporaries of a chunk stay in the cache
+_ACCELERATOR_CHUNK_ELEMENTS = 1 << 25  # 128 MiB: there each operation has a price of its own
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,9 @@ def token_stats(x_TK: Tensor) -> TokenStats:
     """Row statistics of `x_TK`, groups of `group_size_for(K)` channels; a non-finite row has a non-finite absmax."""
     k = x_TK.shape[-1]
     group = group_size_for(k)
-    rows = max(1, _CHUNK_ELEMENTS // k)
-    parts = [_chunk_stats(chunk.float(), group) for chunk in x_TK.split(rows)]
-    columns = [torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)]
-    return TokenStats(*columns)
+    rows = max(1, (_CHUNK_ELEMENTS if x_TK.device.type == "cpu" else _ACCELERATOR_CHUNK_ELEMENTS) // k)
+    parts = [torch.stack(_chunk_stats(chunk.float(), group)) for chunk in x_TK.split(rows)]
+    return TokenStats(*torch.cat(parts, 1).cpu().numpy())  # one transfer
 
 
 def _chunk_stats(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

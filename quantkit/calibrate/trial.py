@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from quantkit.calibrate import experts
@@ -178,22 +179,25 @@ class TrialPass(Pass):
         chosen = routing.take()
         found = LayerTrial({batch.kind: batch.ids.numel()}, choices=0 if chosen is None else chosen.numel())
         outputs = [reference]
+        errors: dict[str, Tensor] = {}
+        agreed: dict[str, Tensor] = {}
         for variant, entering in zip(self._variants, inputs[1:], strict=True):
             with quantizer.running(variant.schemes(layer)):
                 output = run.stream.run_layer(layer, entering)
             if variant.schemes(layer) is BF16:
                 output = replace(output, hidden=narrow(output.hidden))
             outputs.append(output)
-            found.errors[variant.name] = {batch.kind: relative_error(outputs[-1].hidden, reference.hidden)}
+            errors[variant.name] = relative_error(output.hidden, reference.hidden)
             other = routing.take()
             if chosen is not None and other is not None:
-                found.agreed[variant.name] = agreement(chosen, other)
+                agreed[variant.name] = agreement(chosen, other)
         for each in alone:
             for scheme in each.schemes:
                 with quantizer.running(dict.fromkeys(each.group.roles, scheme)):
                     output = run.stream.run_layer(layer, inputs[0])
-                error = relative_error(output.hidden, reference.hidden)
-                found.errors[alone_name(each.group.name, scheme.name)] = {batch.kind: error}
+                errors[alone_name(each.group.name, scheme.name)] = relative_error(output.hidden, reference.hidden)
+        found.errors = {name: {batch.kind: value} for name, value in _values(errors).items()}
+        found.agreed = _values(agreed)
         if run.is_last:
             found.ends = [output.hidden[:, spaced(output.hidden.shape[1])].contiguous() for output in outputs]
         return outputs, found
@@ -244,15 +248,20 @@ class TrialPass(Pass):
                     yield batch, sample, log_p, others
 
 
-def relative_error(hidden: Tensor, reference: Tensor) -> float:
-    """Sum over tokens of ||h - h'||^2 / ||h||^2; `[batch, tokens, ...]`."""
+def _values(figures: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Figures without dimensions as numbers, all of them at once: an accelerator is waited for only here."""
+    return dict(zip(figures, torch.stack(list(figures.values())).tolist(), strict=True)) if figures else {}
+
+
+def relative_error(hidden: Tensor, reference: Tensor) -> Tensor:
+    """Sum over tokens of ||h - h'||^2 / ||h||^2, float64 without dimensions; `[batch, tokens, ...]`."""
     difference = (hidden.double() - reference.double()).flatten(2).square().sum(-1)
-    return float((difference / reference.double().flatten(2).square().sum(-1).clamp_min(1e-30)).sum())
+    return (difference / reference.double().flatten(2).square().sum(-1).clamp_min(1e-30)).sum()
 
 
-def agreement(chosen: Tensor, other: Tensor) -> int:
+def agreement(chosen: Tensor, other: Tensor) -> Tensor:
     """How many choices `[T, top_k]` of experts are made in `other` as well."""
-    return int((chosen.unsqueeze(-1) == other.unsqueeze(-2)).any(-1).sum())
+    return (chosen.unsqueeze(-1) == other.unsqueeze(-2)).any(-1).sum()
 
 
 class _Routing:

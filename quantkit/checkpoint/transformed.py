@@ -33,8 +33,8 @@ from quantkit.checkpoint.refusals import check_transforms
 from quantkit.spec.tensorfile import TensorInfo
 from quantkit.spec.transform import Transforms
 
-BLOCK = 1 << 20
-"""Float64 values that are computed at once: 8 MiB."""
+BLOCK = 1 << 16
+"""Float64 values that are computed at once: 512 KiB, so that a rotation's passes over them stay in the cache."""
 
 COMPUTED = replace(plain.FORMAT, name="computed")
 """Format of a transformed tensor whose source is stored in a low-bit format; plain ones stay plain."""

@@ -94,6 +94,18 @@ def test_long_texts_are_split_first_windows_first(tokenizer: Any, tmp_path: Path
     assert {tuple(text[:40]) for text in ids} == set(map(tuple, found[:3]))
 
 
+def test_long_samples_have_few_lengths(tokenizer: Any, tmp_path: Path) -> None:
+    """Those that are shorter than `seq_len` lose their last tokens, and no other ones."""
+    mix, ids = numbers(tokenizer, tmp_path, 12, 50, 52, 120)
+    samples = draw(tokenizer, mix, min_sources=1, seq_len=300).samples
+    assert sum(map(len, ids)) > sum(len(sample.ids) for sample in samples)
+    starts = [text[start : start + 300] for text in ids for start in range(0, len(text), 300)]
+    for sample in samples:
+        (whole,) = [text for text in starts if text[: len(sample.ids)] == sample.ids.tolist()]
+        rest = len(whole) % 64 if 128 <= len(whole) < 300 else 0
+        assert len(sample.ids) == len(whole) - rest
+
+
 def test_packing_fills_every_sample(tokenizer: Any, tmp_path: Path) -> None:
     mix, ids = numbers(tokenizer, tmp_path, 9, 20, 33, 5)
     samples = draw(tokenizer, mix, min_sources=1, packing=True).samples

@@ -24,8 +24,8 @@ from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.methods import method, view_of
 from quantkit.calibrate.methods.clip import RATIOS, clipped_scales
 from quantkit.calibrate.methods.gptq import gptq
-from quantkit.calibrate.methods.smooth import Group, expand, output_error, search, smoothing
-from quantkit.calibrate.round_weights import NoFactorError, relative_error, second_moments
+from quantkit.calibrate.methods.smooth import Group, Norm, expand, output_error, search, smoothing
+from quantkit.calibrate.round_weights import NoFactorError, relative_errors, second_moments
 from quantkit.calibrate.rounding import rounds_as_found
 from quantkit.calibrate.run import calibrate
 from quantkit.checkpoint.effects import matrix
@@ -37,6 +37,7 @@ from quantkit.recipe import Recipe
 from quantkit.spec.calibration import ARTIFACT_NAMES, MethodRow, read_summary
 from quantkit.spec.manifest import read_manifest
 from quantkit.spec.mesh import Mesh
+from quantkit.spec.scheme import SCHEMES
 from tests.calibrate.conftest import small_recipe
 from tests.families import make_tiny
 
@@ -95,11 +96,11 @@ def test_gptq_has_half_the_error_on_channels_that_hang_together() -> None:
     x, w = x + 0.05 * torch.randn(1024, 96, generator=generator), torch.randn(48, 96, generator=generator)
     h, scale = second_moments(x), channel_scales(w)
     codes, _ = gptq(w, h, scale, 0.01)
-    plain = relative_error(w, dequantize(quantize(w, scale), scale), h)
     found = dequantize(codes, scale)
-    assert relative_error(w, found, h) < 0.5 * plain
+    plain, error = relative_errors(w, h, dequantize(quantize(w, scale), scale), found)
+    assert error < 0.5 * plain
     exact = (dequantize(*quantize_tokens(x)) @ (w - found).T).norm() / (dequantize(*quantize_tokens(x)) @ w.T).norm()
-    assert relative_error(w, found, h) == pytest.approx(float(exact), rel=1e-4)
+    assert error == pytest.approx(float(exact), rel=1e-4)
 
 
 def test_gptq_rounds_to_nearest_where_channels_are_independent() -> None:
@@ -143,12 +144,41 @@ def test_smoothing_is_its_formula() -> None:
     x, w = torch.tensor([1.0, 16.0, 2.0]), torch.tensor([4.0, 1.0, 0.5])
     wanted = np.array([1.0, 16.0, 2.0]) ** 0.75 / np.array([4.0, 1.0, 0.5]) ** 0.25
     wanted /= np.exp(np.log(wanted).mean())
-    np.testing.assert_allclose(smoothing(x, w, 0.75, exact=False).numpy(), wanted, rtol=2**-8)
-    powers = smoothing(x, w, 0.75, exact=True).log2()
-    assert torch.equal(powers, powers.round())
-    dead = smoothing(torch.tensor([0.0, 2.0, 8.0]), torch.ones(3), 0.5, exact=False)
+    np.testing.assert_allclose(smoothing(x, w, 0.75).numpy(), wanted, rtol=2**-8)
+    dead = smoothing(torch.tensor([0.0, 2.0, 8.0]), torch.ones(3), 0.5)
     assert bool(torch.isfinite(dead).all())
     assert float(dead[0]) == pytest.approx(1, rel=0.01)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_factors_of_a_norm_leave_it_a_bf16_number(offset: float) -> None:
+    generator = torch.Generator().manual_seed(8)
+    weight = torch.randn(512, generator=generator).bfloat16()
+    weight[:2] = torch.tensor([0.0, -1.0])  # one of them multiplies by nothing
+    wanted = torch.randn(512, generator=generator).exp2()
+    scale = Norm(weight.double(), offset).divisors(wanted)
+    kept = (weight.double() + offset) / scale.double() - offset
+    assert torch.allclose(kept, kept.bfloat16().double(), rtol=1e-6, atol=1e-6)
+    assert float(scale[int(offset)]) == 1
+    away = (scale / wanted).log2().abs()
+    assert float(away.median()) < 2**-8
+    assert bool((scale > 0).all())
+
+
+def test_search_judges_with_the_scheme_of_the_activations() -> None:
+    """A channel that stands out costs a whole token its resolution, but only its own group of 128."""
+    generator = torch.Generator().manual_seed(9)
+    x, w = torch.randn(128, 512, generator=generator), torch.randn(16, 512, generator=generator)
+    x[:, 5] *= 60
+    group = Group(Key(0, "norm.input"), [(x, w)])
+    by_token, by_group = search(group), search(group, SCHEMES["w8a8-group128"])
+    assert by_group.before < 0.6 * by_token.before
+    assert by_group.scale is not None
+    assert by_token.scale is not None
+    y = x @ w.T
+    mine, other = (output_error(x, w, y, each.scale, SCHEMES["w8a8-group128"]) for each in (by_group, by_token))
+    assert mine < other
+    assert by_group.after == pytest.approx(mine**0.5 / float(y.norm()), rel=1e-5)
 
 
 def test_search_moves_outliers_and_leaves_even_channels() -> None:

@@ -264,6 +264,14 @@ def test_other_options_are_refused_with_the_difference(artifact: Path, minimax: 
     assert "recipe.calibration.seed: 0 there, 1 now" in caught.value.items
 
 
+def test_accelerators_compute_small_layers_in_float32(minimax: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert make_plan(minimax, small_recipe(), device="cuda").options["compute"] == "float32 on cuda"
+    monkeypatch.setattr("quantkit.calibrate.plan.FLOAT32_LAYER", 1000)
+    assert make_plan(minimax, small_recipe(), device="cuda").options["compute"] == "bfloat16 on cuda"
+    assert make_plan(minimax, small_recipe(), device="cpu").options["compute"] == "float32 on cpu"
+
+
 def test_output_places_are_refused(minimax: Path, tmp_path: Path) -> None:
     root = tmp_path / "model"
     shutil.copytree(minimax, root)

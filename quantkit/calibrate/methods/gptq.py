@@ -1,9 +1,10 @@
 """`gptq`: round weights one input channel after the other, and let the channels that follow make up for each error.
 
 GPTQ (arXiv:2210.17323) for INT8 per output channel, with activations rounded per token: the second moments are those
-of the rounded inputs, of each expert by itself. Rounding column i of w leaves e = (w_i - q_i) / U_ii, which is taken
-off the columns behind it, w_j -= e U_ij, with U the upper Cholesky factor of the damped H^-1; columns come in the order
-of falling second moments. Scales stay those of the largest magnitudes, or are searched first (`clip`).
+of the rounded inputs, of each expert by itself. Rounding column i of w leaves e = w_i - q_i, of which a share is taken
+off the columns behind it, w_j -= e U_ij / U_ii, with U the upper Cholesky factor of the damped H^-1; columns come in
+the order of falling second moments, in units of their rows' scales. Scales stay those of the largest magnitudes, or are
+searched first (`clip`).
 
 Rounding errors of 8 bits are small against those of the activations unless these were made small before: after `rotate`
 and `smooth` GPTQ takes a third off the KL divergence of SmolLM2-135M, without a rotation a tenth. That the second
@@ -64,27 +65,24 @@ def gptq(w_NK: Tensor, h_KK: Tensor, scale_N1: Tensor, damping: float) -> tuple[
         NoFactorError: H has no factor even with much damping.
     """
     order = torch.argsort(h_KK.diagonal(), descending=True, stable=True)
-    upper_KK, damping = _factor(h_KK[order][:, order], damping)
-    rest_KN = w_NK.T[order].contiguous()
-    codes_KN = torch.empty(rest_KN.shape, dtype=torch.int8, device=w_NK.device)
-    scale_N = scale_N1.squeeze(1)
+    shares_KK, damping = _factor(h_KK[order][:, order], damping)
+    rest_KN = (w_NK / scale_N1).T[order].contiguous()
     for start in range(0, len(rest_KN), _BLOCK):
         stop = min(start + _BLOCK, len(rest_KN))
-        errors = rest_KN[start:stop].clone()
-        for i in range(start, stop):
-            q_N = (rest_KN[i] / scale_N).round_().clamp_(-QMAX, QMAX)
-            codes_KN[i] = q_N.to(torch.int8)
-            error_N = (rest_KN[i] - q_N * scale_N) / upper_KK[i, i]
-            rest_KN[i + 1 : stop] -= upper_KK[i, i + 1 : stop, None] * error_N
-            errors[i - start] = error_N
-        rest_KN[stop:] -= upper_KK[start:stop, stop:].T @ errors
-    result_KN = torch.empty_like(codes_KN)
-    result_KN[order] = codes_KN
+        block_KN, shares = rest_KN[start:stop], shares_KK[start:stop]
+        errors_KN = torch.empty_like(block_KN)
+        for i, row_N in enumerate(block_KN):
+            torch.sub(row_N, row_N.round().clamp_(-QMAX, QMAX), out=errors_KN[i])
+            block_KN[i + 1 :].addr_(shares[i, start + i + 1 : stop], errors_KN[i], alpha=-1)
+        block_KN -= errors_KN
+        rest_KN[stop:] -= shares[:, stop:].T @ errors_KN
+    result_KN = torch.empty(rest_KN.shape, dtype=torch.int8, device=w_NK.device)
+    result_KN[order] = rest_KN.round_().to(torch.int8)
     return result_KN.T.contiguous(), damping
 
 
 def _factor(h_KK: Tensor, damping: float) -> tuple[Tensor, float]:
-    """Upper Cholesky factor of H^-1, float32, and the damping that was needed."""
+    """U_ij / U_ii of the upper Cholesky factor of H^-1, float32, and the damping that was needed."""
     diagonal = h_KK.diagonal()
     mean = diagonal.mean().clamp_min(torch.finfo(torch.float32).tiny)
     for attempt in range(_ATTEMPTS):
@@ -93,7 +91,7 @@ def _factor(h_KK: Tensor, damping: float) -> tuple[Tensor, float]:
         if not int(failed):
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not int(failed):
-                return upper.float(), damping
+                return (upper / upper.diagonal().unsqueeze(1)).float(), damping
         if attempt + 1 < _ATTEMPTS:
             damping *= 10
     raise NoFactorError(f"no factor with damping {damping:g}")
