@@ -119,13 +119,14 @@ BENCH      := $(OFFLINE) $(BIN)/python tests/bench
 peers: venv  ## make the environment of the tool that is measured beside ours, in .peers/ (1.5 GB)
 	@$(BIN)/python tests/bench/peers.py llmcompressor --torch '$(TORCH)'
 
-bench: peers  ## time and memory: conversion, verification, planning, calibration; faults; SMALL=1 for a trial
+bench: peers smollm2  ## time and memory: conversion, verification, planning, calibration; faults; SMALL=1 for a trial
 	@$(BENCH)/convert_speed.py $(BENCH_ARGS)
 	@$(BENCH)/verify_speed.py $(BENCH_ARGS)
 	@$(BENCH)/plan_speed.py $(BENCH_ARGS)
 	@$(BENCH)/replicas.py $(BENCH_ARGS)
 	@$(BENCH)/many_tensors.py $(BENCH_ARGS)
 	@$(BENCH)/calibrate_memory.py $(BENCH_ARGS)
+	@$(BENCH)/calibrate_speed.py $(BENCH_ARGS)
 	@$(BENCH)/faults.py $(BENCH_ARGS)
 	@$(BENCH)/summary.py $(BENCH_ARGS)
 

@@ -177,10 +177,12 @@ class Walk:
         work: folder of records and spooled hidden states.
         jobs: batches at a time.
         ranks: processes that share the batches.
+        checks: what stands outside the layers is read and checked first; another pass has not done so.
     """
 
-    def __init__(self, job: Pass, work: Path, jobs: int, ranks: Ranks = ALONE) -> None:
+    def __init__(self, job: Pass, work: Path, jobs: int, ranks: Ranks = ALONE, *, checks: bool = True) -> None:
         self._pass, self._work, self._jobs, self._ranks = job, ranks.folder(work), jobs, ranks
+        self._checks = checks
 
     @property
     def records(self) -> list[Path]:
@@ -218,7 +220,8 @@ class Walk:
             stream = LayerStream(
                 self._pass.source, dtype=plan.dtype, device=plan.device, experts=experts.IMPLEMENTATION
             )
-            stream.check_outside()
+            if self._checks:
+                stream.check_outside()
             if start == 0:
                 self._embed(stream, stores)
             pool = stack.enter_context(ThreadPoolExecutor(self._jobs, thread_name_prefix="batch"))

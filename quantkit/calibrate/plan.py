@@ -33,6 +33,9 @@ BATCH_BYTES = 128 * 2**20
 ACCELERATOR_BATCH_BYTES = 1 << 30
 """The same on an accelerator, which pays for each operation."""
 
+ACCELERATOR_MEMORY_BUDGET = 4 << 30
+"""Bytes of hidden states that stay in an accelerator's memory, at least: going through a disk means waiting for it."""
+
 FLOAT32_LAYER = 2 << 30
 """Bytes of a layer in float32 up to which an accelerator computes in float32 too, some ten times slower. In BF16 a
 layer's own rounding is as large as the errors that methods and decisions are to tell apart, and what methods see of
@@ -73,7 +76,14 @@ class Plan:
         found = artifact if (artifact / VECTORS_NAME).is_file() else None
         chosen = self.recipe.methods[:methods]
         without_drafts = self.recipe.mtp == "drop"
-        return view_of(self.stored, chosen, artifact=found, without_drafts=without_drafts, planning=True)
+        return view_of(
+            self.stored,
+            chosen,
+            artifact=found,
+            without_drafts=without_drafts,
+            planning=True,
+            threads=available_cores(),
+        )
 
     @cached_property
     def batches(self) -> list[Batch]:
@@ -189,6 +199,8 @@ def make_plan(root: Path, recipe: Recipe, *, device: str = "auto", memory_budget
     place, dtype = choose_device(device)
     if layer_bytes(source, torch.float32)[0] <= FLOAT32_LAYER:
         dtype = torch.float32
+    if place.type != "cpu":
+        memory_budget = max(memory_budget, ACCELERATOR_MEMORY_BUDGET)
     longest = source.dims.max_positions
     if 0 < longest < recipe.calibration.seq_len:
         raise UsageError(f"--seq-len {recipe.calibration.seq_len}: this model has {longest} positions", "choose less")

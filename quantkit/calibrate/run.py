@@ -78,8 +78,8 @@ def _run_shared(plan: Plan, out: Path, jobs: int, ranks: Ranks) -> bool:
     with _prepared(plan, out, ranks) as folder:
         (already,) = {bool(finished) for finished in ranks.shared([folder and folder.finished]) if finished is not None}
         if not already:
-            for job in passes_of(plan, out):
-                walk = Walk(job, out / WORK_NAME, jobs or plan.default_jobs, ranks)
+            for index, job in enumerate(passes_of(plan, out)):
+                walk = Walk(job, out / WORK_NAME, jobs or plan.default_jobs, ranks, checks=index == 0)
                 walk.run()
                 if ranks.is_first:
                     job.finish(walk.records, out)

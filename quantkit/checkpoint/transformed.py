@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +51,7 @@ class TransformedSource(Source):
         transforms: steps.
         vectors: of `scale_pair` steps.
         without_drafts: draft layers will not be written, so they need not be right.
+        threads: that share the blocks of a tensor; no bit depends on them.
 
     Attributes:
         base: the source as it is.
@@ -60,9 +62,16 @@ class TransformedSource(Source):
     """
 
     def __init__(
-        self, base: Source, transforms: Transforms, vectors: Vectors | None = None, *, without_drafts: bool = False
+        self,
+        base: Source,
+        transforms: Transforms,
+        vectors: Vectors | None = None,
+        *,
+        without_drafts: bool = False,
+        threads: int = 1,
     ) -> None:
         check_transforms(base, transforms, without_drafts=without_drafts)
+        self._threads = threads
         self.base, self.transforms = base, transforms
         self.root, self.arch, self.index, self.context = base.root, base.arch, base.index, base.context
         self.unclassified, self.notes = base.unclassified, base.notes
@@ -116,7 +125,7 @@ class TransformedSource(Source):
         found = []
         for expert in range(start, stop):
             stored = self.base.canonical(key, self.base.fetch(key, (expert, expert + 1)))[0]
-            found.append(_apply(stored, *self._effects_on(key, expert), 0))
+            found.append(_apply(stored, *self._effects_on(key, expert), 0, self._threads))
         return self.base.as_stored(key, torch.stack(found)).contiguous()
 
     def _effects_on(self, key: Key, expert: int | None) -> tuple[list[Effect], list[Effect]]:
@@ -129,11 +138,11 @@ class TransformedSource(Source):
         total, unit = self.entries[key].shape[0], _unit(rows)
         if unit < total:
             low, high = start // unit * unit, min(-(-stop // unit) * unit, total)
-            computed = _apply(self._stored(key, (low, high)), rows, columns, low)
+            computed = _apply(self._stored(key, (low, high)), rows, columns, low, self._threads)
             return computed[start - low : stop - low]
         if getattr(self._last, "key", None) != key:
             self._last.key, self._last.value = None, None  # one at a time
-            self._last.value = _apply(self._stored(key, None), rows, columns, 0)
+            self._last.value = _apply(self._stored(key, None), rows, columns, 0, self._threads)
             self._last.key = key
         kept: Tensor = self._last.value
         return kept[start:stop].clone()
@@ -173,7 +182,7 @@ def _unit(effects: list[Effect]) -> int:
     return max((effect.unit for effect in effects), default=1)
 
 
-def _apply(w: Tensor, rows: list[Effect], columns: list[Effect], first: int) -> Tensor:
+def _apply(w: Tensor, rows: list[Effect], columns: list[Effect], first: int, threads: int) -> Tensor:
     """Effects on a matrix `[N, K]` (or vector `[N]`) whose row 0 is row `first` of the whole -> float32.
 
     Blocks of rows where rows are independent of one another, else blocks of columns.
@@ -186,12 +195,22 @@ def _apply(w: Tensor, rows: list[Effect], columns: list[Effect], first: int) -> 
     by_rows = unit < n or across >= k
     step_n = max(1, BLOCK // k // unit) * unit if by_rows else n
     step_k = k if by_rows else max(1, BLOCK // n // across) * across
-    for top in range(0, n, step_n):
-        for left in range(0, k, step_k):
+
+    def block(corner: tuple[int, int]) -> None:
+        top, left = corner
+        with torch.inference_mode():  # threads do not inherit it, and `result` may belong to it
             x = w[top : top + step_n, left : left + step_k].double()
             for effect in columns:
                 x = effect(x, left)
             result[top : top + step_n, left : left + step_k] = _along_rows(x, rows, first + top)
+
+    corners = [(top, left) for top in range(0, n, step_n) for left in range(0, k, step_k)]
+    if min(threads, len(corners)) > 1:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(block, corners))
+    else:
+        for corner in corners:
+            block(corner)
     return result
 
 

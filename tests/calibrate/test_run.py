@@ -264,9 +264,14 @@ def test_other_options_are_refused_with_the_difference(artifact: Path, minimax: 
     assert "recipe.calibration.seed: 0 there, 1 now" in caught.value.items
 
 
-def test_accelerators_compute_small_layers_in_float32(minimax: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerators_compute_small_layers_in_float32_and_keep_hidden_states(
+    minimax: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert make_plan(minimax, small_recipe(), device="cuda").options["compute"] == "float32 on cuda"
+    plan = make_plan(minimax, small_recipe(), device="cuda", memory_budget=0)
+    assert plan.options["compute"] == "float32 on cuda"
+    assert not plan.spools
+    assert make_plan(minimax, small_recipe(), device="cpu", memory_budget=0).spools
     monkeypatch.setattr("quantkit.calibrate.plan.FLOAT32_LAYER", 1000)
     assert make_plan(minimax, small_recipe(), device="cuda").options["compute"] == "bfloat16 on cuda"
     assert make_plan(minimax, small_recipe(), device="cpu").options["compute"] == "float32 on cpu"

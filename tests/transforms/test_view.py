@@ -42,6 +42,21 @@ def test_rows_equal_the_whole_bit_for_bit(tiny: Tiny, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
+def test_blocks_on_several_threads_are_the_whole_bit_for_bit(
+    tiny: Tiny, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the caller is in inference mode, which its threads are not."""
+    source, methods = Source(tiny(family)), [method("rotate").options(name="rotate")]
+    whole = view_of(source, methods)
+    shared = view_of(source, methods, threads=3)
+    expected = {key: whole.fetch(key) for key in whole.entries}
+    monkeypatch.setattr("quantkit.checkpoint.transformed.BLOCK", 512)
+    with torch.inference_mode():
+        for key, value in expected.items():
+            assert torch.equal(shared.fetch(key), value), key.shard_name
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
 def test_values_are_those_of_the_formula(tiny: Tiny, family: str) -> None:
     """W diag(g) Q for readers and Q^T W for writers, in float64 with the matrix written out."""
     source = Source(tiny(family))

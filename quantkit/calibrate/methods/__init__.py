@@ -70,6 +70,7 @@ def view_of(
     artifact: Path | None = None,
     without_drafts: bool = False,
     planning: bool = False,
+    threads: int = 1,
 ) -> Source:
     """The source as a recipe's methods transform it; the source itself when none of them does.
 
@@ -78,6 +79,7 @@ def view_of(
         artifact: calibration that holds what methods found in text.
         without_drafts: draft layers are dropped (`Recipe.mtp`).
         planning: what methods will find in text is not known yet; until then it is left as it is.
+        threads: that share the work on a tensor.
 
     Raises:
         UsageError: the model cannot be transformed so (every reason is listed), or a method needs an artifact.
@@ -96,7 +98,9 @@ def view_of(
             continue
         steps += built.steps
         sets |= {step.vectors: built.vectors for step in built.steps if step.step == "scale_pair"}
-        view = TransformedSource(source, Transforms(steps=steps), _joined(dict(sets)), without_drafts=without_drafts)
+        view = TransformedSource(
+            source, Transforms(steps=steps), _joined(dict(sets)), without_drafts=without_drafts, threads=threads
+        )
     return view
 
 
