@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,13 +17,16 @@ from quantkit.archs import Key
 from quantkit.archs.modeling import load_config, load_tokenizer
 from quantkit.calibrate.activations import MEMORY_BUDGET
 from quantkit.calibrate.data import Batch, Samples, draw
-from quantkit.calibrate.methods import view_of
-from quantkit.calibrate.weights import GemmWeight, expected_gemms, require_sound
+from quantkit.calibrate.methods import method, view_of
+from quantkit.calibrate.round_weights import MOMENTS_BYTES
+from quantkit.calibrate.rows import input_name
+from quantkit.calibrate.weights import GemmWeight, expected_gemms, gemm_keys, require_sound
+from quantkit.checkpoint.effects import matrix_shape
 from quantkit.checkpoint.reader import Source
 from quantkit.errors import UsageError
 from quantkit.recipe import Recipe
 from quantkit.spec.tensorfile import torch_dtype
-from quantkit.spec.transform import VECTORS_NAME
+from quantkit.spec.transform import VECTORS_NAME, MethodOptions
 from quantkit.threads import available_cores
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -146,10 +150,40 @@ class Plan:
             "compute": f"{self.dtype} on {self.device.type}".removeprefix("torch."),
         }
 
+    @property
+    def memory_bytes(self) -> int:
+        """Estimate of the peak: a layer, its batches, and what the pass that needs most has beside them."""
+        layer, outside = layer_bytes(self.source, self.dtype)
+        trial = layer if self.held_out.samples else 0  # the quantized weights
+        beside = max([trial, *map(self._search_bytes, self.recipe.methods)])
+        peak = max(outside, layer + self.default_jobs * self.batch_bytes + beside)
+        return peak + (0 if self.spools else self.hidden_bytes)
+
+    def _search_bytes(self, options: MethodOptions) -> int:
+        """Sampled rows of a layer, twice while they are joined, and second moments of as many inputs as jobs."""
+        row = method(options.name)
+        if row.learns is None:
+            return 0
+        rows = min(row.learns.rows(options), self.samples.tokens)
+        sampled = max(sum(k * times for k, times in layer) for layer in self._inputs)
+        widest = max(k for layer in self._inputs for k, _ in layer)
+        moments = self.default_jobs * MOMENTS_BYTES * widest**2 if row.rounds else 0
+        return 2 * rows * sampled * self.dtype.itemsize + moments
+
+    @cached_property
+    def _inputs(self) -> list[list[tuple[int, int]]]:
+        """Layer -> what enters its GEMMs: channels, and how many experts a token goes to there."""
+        arch, dims = self.source.arch, self.source.dims
+        layers: defaultdict[int, dict[str, tuple[int, int]]] = defaultdict(dict)
+        for stored in self.source.entries:
+            if stored.layer is not None and (keys := gemm_keys(arch, dims, stored)):
+                fed_by = arch.role(keys[0].role).fed_by
+                times = dims.experts_per_token if fed_by and arch.role(fed_by).per_expert else 1
+                layers[stored.layer][input_name(arch, keys[0])] = matrix_shape(self.source, stored)[-1], times
+        return [list(inputs.values()) for inputs in layers.values()]
+
     def describe(self) -> dict[str, Any]:
         """Sizes for a dry run, bytes as integers."""
-        layer, outside = layer_bytes(self.source, self.dtype)
-        jobs = self.default_jobs
         return {
             "architecture": self.source.arch.name,
             "layers": self.source.dims.layers,
@@ -161,8 +195,8 @@ class Plan:
             "batches": len(self.batches),
             "compute": self.options["compute"],
             "read_bytes": sum(entry.nbytes for entry in self.source.entries.values()),
-            "jobs": jobs,
-            "memory_bytes": max(outside, layer + jobs * self.batch_bytes) + (0 if self.spools else self.hidden_bytes),
+            "jobs": self.default_jobs,
+            "memory_bytes": self.memory_bytes,
             "spool_bytes": 2 * self.hidden_bytes if self.spools else 0,
             "warnings": list(self.samples.warnings),
         }

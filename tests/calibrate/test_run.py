@@ -379,6 +379,16 @@ def test_command_prints_json_alone(minimax: Path, tmp_path: Path) -> None:
     assert "coverage 100.0%" in again.stdout
 
 
+def test_memory_of_a_search_is_told(minimax: Path) -> None:
+    """The rows that it samples and the second moments, by the sizes of the model."""
+    plain, searches = (make_plan(minimax, small_recipe(name, held_out=0)) for name in ("w8a8", "w8a8-gptq"))
+    dims, jobs, rows = plain.source.dims, plain.default_jobs, plain.samples.tokens
+    heads, routed = dims.heads * dims.v_head_dim, dims.experts_per_token * dims.moe_intermediate
+    sampled = 2 * 4 * rows * (2 * dims.hidden + heads + routed)
+    moments = jobs * 24 * max(dims.hidden, heads, dims.moe_intermediate) ** 2
+    assert searches.memory_bytes - plain.memory_bytes == sampled + moments
+
+
 def test_dry_run_writes_nothing(minimax: Path, tmp_path: Path) -> None:
     result = invoke(minimax, "-o", tmp_path / "out", *ARGUMENTS, "--dry-run", "--json")
     plan = json.loads(result.stdout)
