@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quantkit.calibrate.overlap import overlaps
+from quantkit.calibrate.overlap import overlaps, runs
 from quantkit.calibrate.sources import Row, default_mix, read_rows
 from quantkit.errors import InputError, UsageError, first_line
 from quantkit.recipe import Calibration, Mix
@@ -35,6 +35,12 @@ _Ids = NDArray[np.int32]
 
 _STEP = 64
 """Samples of two steps and more are whole steps long, or `seq_len`: a quarter of the batches for 3 % of the tokens."""
+
+_SIEVE = 8
+"""One of so many runs of tokens is remembered of a sample, chosen by its hash, so that equal texts keep equal ones."""
+
+_FEWEST_RUNS = 8
+"""Samples with fewer remembered runs are compared as a whole only."""
 
 _HELD_OUT_SHARE = 5
 """Of so many samples at most one is held out, where text is scarce."""
@@ -161,7 +167,7 @@ def draw(tokenizer: Any, options: Calibration) -> tuple[Samples, Samples]:
         raise InputError(f"no calibration text has {MIN_TOKENS} tokens or more", "give longer texts")
     held_out = Samples(tuple(sample for part in held_parts for sample in part))
     warnings = [
-        *_warnings(options, samples, held_out, [mix[i].data for i in dry], encoder.without_template),
+        *_warnings(options, samples, held_out, [mix[i].data for i in dry], encoder),
         *overlaps(tokenizer, options.evaluation, (*samples, *held_out.samples)),
     ]
     result = Samples(tuple(samples), tuple(warnings))
@@ -214,7 +220,7 @@ def _check_kinds(samples: Samples, min_sources: int) -> None:
 
 
 def _warnings(
-    options: Calibration, samples: Sequence[Sample], held_out: Samples, dry: Sequence[str], without_template: int
+    options: Calibration, samples: Sequence[Sample], held_out: Samples, dry: Sequence[str], encoder: _Encoder
 ) -> Iterator[str]:
     if dry and len(samples) == options.samples:
         yield f"these sources had fewer samples than their share, others were drawn instead: {', '.join(dry)}"
@@ -222,8 +228,10 @@ def _warnings(
         yield f"{options.samples} samples were asked for, the sources hold {len(samples)}"
     if len(held_out.samples) < options.held_out:
         yield f"{options.held_out} samples were to be held out, there is text for {len(held_out.samples)}"
-    if without_template:
-        yield f"the tokenizer has no chat template: {without_template} dialogues were fed as plain text"
+    if encoder.near_duplicates:
+        yield f"{encoder.near_duplicates} texts were passed over because most of each was drawn before"
+    if encoder.without_template:
+        yield f"the tokenizer has no chat template: {encoder.without_template} dialogues were fed as plain text"
 
 
 def encode(tokenizer: Any, text: str, *, special: bool = True) -> _Ids:
@@ -234,16 +242,18 @@ def encode(tokenizer: Any, text: str, *, special: bool = True) -> _Ids:
 
 
 class _Encoder:
-    """Turns rows into samples, each token sequence once.
+    """Turns rows into samples, each token sequence once, and nothing most of which was there before.
 
     Attributes:
         without_template: dialogues that were fed as plain text.
+        near_duplicates: samples that were passed over because they share more than half of their runs of tokens.
     """
 
     def __init__(self, tokenizer: Any, options: Calibration) -> None:
         self._tokenizer, self._seq_len, self._packing = tokenizer, options.seq_len, options.packing
         self._seen: set[str] = set()
-        self.without_template = 0
+        self._runs: set[int] = set()
+        self.without_template = self.near_duplicates = 0
 
     def stream(self, rows: Sequence[Row], generator: np.random.Generator) -> Iterator[Sample]:
         """Samples of `rows` in a random order: the first window of every row, then the second ones, and so on."""
@@ -254,7 +264,17 @@ class _Encoder:
             sample = Sample(torch.from_numpy(ids.astype(np.int64)), row.kind, row.source)
             if len(ids) >= min(MIN_TOKENS, self._seq_len) and sample.sha256 not in self._seen:
                 self._seen.add(sample.sha256)
-                yield sample
+                if self._is_new(ids):
+                    yield sample
+
+    def _is_new(self, ids: _Ids) -> bool:
+        """Whether half of a sample or more was not drawn before; its runs then count as drawn."""
+        found = {run for run in runs(ids).tolist() if run % _SIEVE == 0}
+        if len(found) >= _FEWEST_RUNS and 2 * len(found & self._runs) > len(found):
+            self.near_duplicates += 1
+            return False
+        self._runs |= found
+        return True
 
     def _even(self, ids: _Ids) -> _Ids:
         """A window without its last few tokens, so that many have the same length and go through layers together."""

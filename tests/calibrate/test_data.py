@@ -77,6 +77,18 @@ def test_duplicates_are_drawn_once_and_a_dry_source_passes_its_share_on(tokenize
     assert alone.warnings == ("24 samples were asked for, the sources hold 3",)
 
 
+def test_texts_most_of_which_was_drawn_before_are_passed_over(tokenizer: Any, tmp_path: Path) -> None:
+    """One with a word changed here and there goes; one that shares its beginning alone stays."""
+    words = [str(number * 37) for number in range(80)]
+    changed = ["other" if number % 30 == 7 else word for number, word in enumerate(words)]
+    shares = [*words[:20], *(str(number * 41 + 10**6) for number in range(60))]
+    texts = [{"text": " ".join(each)} for each in (words, changed, shares)]
+    mix = Mix(data=str(write_jsonl(tmp_path / "texts.jsonl", texts)))
+    samples = draw(tokenizer, mix, min_sources=1, seq_len=2000)
+    assert len(samples.samples) == 2
+    assert "1 texts were passed over because most of each was drawn before" in samples.warnings
+
+
 def numbers(tokenizer: Any, tmp_path: Path, *counts: int) -> tuple[Mix, list[list[int]]]:
     """A file of texts of about so many tokens, and their token ids."""
     texts = [" ".join(str(7 * number + text * 10**5) for number in range(count)) for text, count in enumerate(counts)]
