@@ -122,6 +122,7 @@ peers: venv  ## make the environment of the tool that is measured beside ours, i
 bench: peers smollm2  ## time and memory: conversion, verification, planning, calibration; faults; SMALL=1 for a trial
 	@$(BENCH)/convert_speed.py $(BENCH_ARGS)
 	@$(BENCH)/verify_speed.py $(BENCH_ARGS)
+	@$(BENCH)/quick_start.py $(BENCH_ARGS)
 	@$(BENCH)/plan_speed.py $(BENCH_ARGS)
 	@$(BENCH)/replicas.py $(BENCH_ARGS)
 	@$(BENCH)/many_tensors.py $(BENCH_ARGS)

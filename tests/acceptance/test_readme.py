@@ -198,7 +198,7 @@ def test_headings_and_tables_have_their_counterparts(text: str) -> None:
         return [len(cells(line)) if line.startswith("|") else 0 for line in lines]
 
     assert shape(text) == shape(ENGLISH)
-    assert len(text.splitlines()) <= 470
+    assert len(text.splitlines()) <= 460
 
 
 # ------------------------------------------------------------------------------------------ families, recipes, tree
