@@ -107,8 +107,11 @@ def logprobs(model: Any, ids: Tensor, cache: Callable[[], Any] = lambda: None) -
     return (logits - logits.logsumexp(-1, keepdim=True)).numpy()
 
 
-def compare(plan: LadderPlan, report: LadderReport, root: Path) -> Iterator[tuple[str, float, float, float, float]]:
-    """Rung, KL and change of perplexity of the ladder and of whole models."""
+Compared = tuple[str, np.ndarray[Any, Any], np.ndarray[Any, Any], float, float]
+
+
+def compare(plan: LadderPlan, report: LadderReport, root: Path) -> Iterator[Compared]:
+    """Rung, KL by sample and change of perplexity of the ladder and of whole models."""
     w8a8 = fake_quantized(root)
     references: Mapping[str, tuple[Any, Callable[[], Any]]] = {
         "w8": (weights_only(root), lambda: None),
@@ -125,27 +128,32 @@ def compare(plan: LadderPlan, report: LadderReport, root: Path) -> Iterator[tupl
     for row in report.rungs:
         model, cache = references[row.rung.name]
         log_q = [logprobs(model, sample.ids, cache) for sample in samples]
-        kl = sum(float((np.exp(p) * (p - q)).sum()) for p, q in zip(log_p, log_q, strict=True)) / tokens
+        kl = np.array([(np.exp(p) * (p - q)).sum() / len(p) for p, q in zip(log_p, log_q, strict=True)])
         pairs = zip(log_p, log_q, targets, strict=True)
         change = sum(float((p - q)[np.arange(len(t)), t].sum()) for p, q, t in pairs) / tokens
         assert row.scores.overall.tokens == tokens
-        yield row.rung.name, row.scores.overall.kl, kl, row.scores.overall.change, np.exp(change) - 1
+        yield row.rung.name, np.array(row.scores.samples), kl, row.scores.overall.change, np.exp(change) - 1
 
 
 def test_scores_are_those_of_whole_models(dense: Path, tmp_path: Path) -> None:
     plan = planned(dense, *RUNGS)
     report = run_ladder(plan, tmp_path / "out")
     for name, kl, wanted_kl, change, wanted_change in compare(plan, report, dense):
-        # activations next to a rounding boundary may fall on either side: products are float32 here, float64 there
-        assert kl == pytest.approx(wanted_kl, rel=1e-3), name
-        assert change == pytest.approx(wanted_change, rel=1e-3), name
+        # Activations next to a rounding boundary may fall on either side: products are float32 here, in the order of
+        # this processor, and float64 there. One such sample may be off by some percent; arithmetic moves all of them.
+        off = abs(kl / wanted_kl - 1)
+        assert (off > 1e-3).sum() <= 1, (name, off)
+        assert off.max() < 0.1, (name, off)
+        # A mean of differences of log-probabilities, which are about sqrt(2 KL) each and have either sign.
+        assert change == pytest.approx(wanted_change, abs=off.max() * np.sqrt(2 * wanted_kl.mean()) + 1e-6), name
 
 
 def test_experts_are_rounded_too(minimax: Path, tmp_path: Path) -> None:
     """Weights only: rounding decides no routing of the next layer in another way, so the whole model is met exactly."""
     plan = planned(minimax, "w8")
     ((_, kl, wanted_kl, change, wanted_change),) = compare(plan, run_ladder(plan, tmp_path / "out"), minimax)
-    assert kl == pytest.approx(wanted_kl, rel=1e-4)
+    assert kl == pytest.approx(wanted_kl, rel=1e-3)  # of single samples, which are small numbers
+    assert kl.mean() == pytest.approx(wanted_kl.mean(), rel=1e-4)
     assert change == pytest.approx(wanted_change, rel=1e-4)
 
 
