@@ -1,4 +1,4 @@
-"""A chat template, found and rendered as transformers would, in jinja2's sandbox: templates are foreign code.
+"""A chat template, found and tried on a conversation.
 
 Where it stands in newer checkpoints: `chat_template.jinja`; in older ones: `chat_template.json` or a key of
 tokenizer_config.json, which may hold several by name.
@@ -6,13 +6,15 @@ tokenizer_config.json, which may hold several by name.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from quantkit.crosscheck import Problem
+from quantkit.errors import InputError, first_line
+from quantkit.spec.files import MAX_SETTINGS_BYTES, read_whole
+from quantkit.spec.index import read_json
+from quantkit.templates import TemplateFailure, render
 
 QUESTION, ANSWER = "What is the sea?", "Salt water."
 
@@ -46,67 +48,19 @@ def find_templates(root: Path, tokenizer_config: Mapping[str, Any]) -> tuple[dic
     """Templates by name, and what is wrong with the file that should hold them ("" if nothing)."""
     try:
         if (root / "chat_template.jinja").is_file():
-            return {"default": (root / "chat_template.jinja").read_text(encoding="utf-8")}, ""
+            return {"default": read_whole(root / "chat_template.jinja", MAX_SETTINGS_BYTES).decode()}, ""
         if (root / "chat_template.json").is_file():
-            found: Any = json.loads((root / "chat_template.json").read_text(encoding="utf-8"))
-            found = found.get("chat_template") if isinstance(found, Mapping) else None
+            found = read_json(root / "chat_template.json").get("chat_template")
         else:
             found = tokenizer_config.get("chat_template")
-    except (OSError, ValueError) as error:
-        return {}, f"the chat template cannot be read: {error}"
+    except (InputError, OSError, ValueError) as error:
+        return {}, f"the chat template cannot be read: {first_line(error)}"
     if isinstance(found, str):
         return {"default": found}, ""
     if isinstance(found, list):
         rows = [row for row in found if isinstance(row, Mapping)]
         return {str(row.get("name")): str(row.get("template")) for row in rows}, ""
     return {}, "" if found is None else "the chat template is neither a text nor a list of named texts"
-
-
-def render(template: str, messages: list[dict[str, Any]], tokens: Mapping[str, str], *, generate: bool) -> str:
-    """The prompt of a conversation.
-
-    Raises:
-        jinja2.TemplateError: bad syntax, or whatever the template raises itself.
-        jinja2.sandbox.SecurityError: it reaches for what a template must not.
-        Exception: any other error of the expressions in it.
-    """
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    # trimming as transformers does; its own tag {% generation %} only marks spans
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]
-    )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(
-        value, ensure_ascii=False, indent=options.get("indent")
-    )
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime(2000, 1, 1).strftime(form)
-    return environment.from_string(template).render(
-        messages=messages, tools=None, documents=None, add_generation_prompt=generate, **tokens
-    )
-
-
-def _refuse(message: str) -> str:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
-
-
-def _generation_tag() -> Any:
-    """jinja2 extension for `{% generation %}...{% endgeneration %}`: its body, unchanged."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-    from jinja2.parser import Parser
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012  # jinja2's own way
-
-        def parse(self, parser: Parser) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
-
-    return Generation
 
 
 def _check(label: str, template: str, tokens: Mapping[str, str]) -> Iterator[Problem]:
@@ -140,8 +94,8 @@ def _try(
     for form in (messages, parts):
         try:
             result = render(template, form, tokens, generate=generate)
-        except Exception as error:  # a template may raise whatever its expressions raise
-            first = first or f"{type(error).__name__}: {error}"
+        except TemplateFailure as error:
+            first = first or str(error)
             continue
         if str(messages[-1]["content"]) in result:
             return result, ""

@@ -18,6 +18,7 @@ from quantkit.chat_template import check_chat_template
 from quantkit.crosscheck import Problem
 from quantkit.errors import InputError
 from quantkit.rope import rope_parameters, rope_type
+from quantkit.spec.files import is_inside, read_whole
 from quantkit.spec.index import read_json
 
 _MAX_NAMED = 8
@@ -299,7 +300,8 @@ def _remote_code(root: Path, config: Mapping[str, Any], tokenizer_config: Mappin
                     continue
                 repository, _, local = reference.rpartition("--")
                 file = local.rpartition(".")[0].replace(".", "/") + ".py"
-                (elsewhere if repository else here if (root / file).is_file() else lost).add(
+                present = is_inside(file) and (root / file).is_file()
+                (elsewhere if repository else here if present else lost).add(
                     f"{repository}: {file}" if repository else file
                 )
     if lost:
@@ -322,7 +324,7 @@ def _licence(root: Path) -> Iterator[Problem]:
     if any(path.is_file() for pattern in _LICENCES for path in root.glob(pattern)):
         return
     try:
-        card = (root / "README.md").read_text(encoding="utf-8", errors="replace")[:20000]
+        card = read_whole(root / "README.md").decode(errors="replace")[:20000]
     except OSError:
         card = ""
     front = card.split("---")[1] if card.startswith("---") and card.count("---") > 1 else ""

@@ -184,8 +184,8 @@ def output_nbytes(arch: Architecture, weight: Weight, int8: bool) -> int:
     A kept weight whose source has a scale is decoded, so it is counted in BF16.
     """
     if int8:
-        rows, columns = canonical_shape(arch, weight)[:2]
-        experts = weight.parameters // (rows * columns)  # of a stacked tensor, else 1
+        rows, columns = (*canonical_shape(arch, weight), 1)[:2]  # a vector in the place of a matrix is refused later
+        experts = weight.parameters // max(1, rows * columns)  # of a stacked tensor, else 1
         return weight.parameters + SCALE_BYTES * rows * experts
     info = weight.payload
     if info is not None and len(weight.parts) > 1:

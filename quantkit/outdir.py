@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import UsageError
+from quantkit.spec.files import read_whole
 
 WORK_NAME = ".quantkit-work"
 _OPTIONS = "options.json"
@@ -188,10 +189,10 @@ def recorded_options(out: Path) -> Any:
         UsageError: the record is damaged.
     """
     try:
-        return json.loads((out / WORK_NAME / _OPTIONS).read_bytes())
+        return json.loads(read_whole(out / WORK_NAME / _OPTIONS))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{out / WORK_NAME / _OPTIONS} is unreadable: {error}", "give another folder") from error
 
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator
 
 from quantkit.archs import ROLES, Architecture, Key
-from quantkit.errors import UsageError
+from quantkit.errors import InputError, UsageError
 from quantkit.shipped import shipped_folder
-from quantkit.spec.document import Strict, problems_of
+from quantkit.spec.document import Strict, parse_yaml, problems_of
+from quantkit.spec.files import MAX_SETTINGS_BYTES, read_whole
 from quantkit.spec.scheme import SCHEMES, Scheme
 from quantkit.spec.transform import MethodOptions
 
@@ -290,14 +290,14 @@ def load_recipe(name_or_path: str) -> Recipe:
     if name_or_path in shipped_recipes():
         return parse_recipe(_shipped_text(name_or_path), name_or_path)
     try:
-        text = Path(name_or_path).read_text(encoding="utf-8")
+        text = read_whole(Path(name_or_path), MAX_SETTINGS_BYTES, pipes=True).decode()
     except OSError as error:
         raise UsageError(
             f"no recipe {name_or_path!r}: neither a shipped name nor a readable file ({error.strerror})",
             "give a shipped name or the path of a YAML file",
             choices=shipped_recipes(),
         ) from error
-    except ValueError as error:  # no UTF-8, or a NUL in the path
+    except ValueError as error:
         raise UsageError(f"recipe {name_or_path} is no text in UTF-8: {error}", "give a YAML file") from error
     return parse_recipe(text, name_or_path)
 
@@ -316,8 +316,8 @@ def parse_recipe(text: str, origin: str) -> Recipe:
 
 def _mapping(text: str, origin: str) -> dict[str, Any]:
     try:
-        raw: Any = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or a number that cannot be
+        raw = parse_yaml(text)
+    except ValueError as error:
         raise UsageError(f"recipe {origin} is not YAML: {error}", _RECIPE_HELP) from error
     if not isinstance(raw, dict):
         raise UsageError(f"recipe {origin} is not a mapping of keys", _RECIPE_HELP)
@@ -349,6 +349,22 @@ def _with_base(raw: dict[str, Any], origin: str) -> dict[str, Any]:
         elif isinstance(ours, dict) and isinstance(theirs, dict):
             found[key] = {**theirs, **ours}
     return found
+
+
+def recorded(raw: Mapping[str, Any]) -> Recipe:
+    """Recipe that a manifest holds.
+
+    Raises:
+        InputError: keys and values that the model refuses (all listed).
+    """
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError as error:
+        raise InputError(
+            "the recipe in the manifest is none",
+            "use the version of quantkit that wrote it, copy the manifest again, or convert again",
+            items=problems_of(error, whole="recipe"),
+        ) from error
 
 
 def validated(raw: Mapping[str, Any], origin: str) -> Recipe:

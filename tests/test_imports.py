@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RUNTIME_MAY_IMPORT = ("arithmetic", "archs", "compare", "console", "errors", "host", "spec")
 """`compare`: functions of models and arrays that a baseline and a comparison share; its imports have a test too."""
 COMPARE_MAY_IMPORT = ("arithmetic", "archs", "checkpoint.writer", "compare", "errors", "report", "rotation", "spec")
+COMPARE_MAY_IMPORT += ("templates",)
 LIGHT = ("quantkit.console", "quantkit.errors", "quantkit_instruments.commands.common")
 LOW_LEVEL = ("quantkit.calibrate", "quantkit.convert", "quantkit.commands", "quantkit.cli", "quantkit.checkpoint")
 

@@ -11,15 +11,16 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from quantkit.acceptance.endpoint import BAD_FORM
 from quantkit.acceptance.outcome import Finding, Value, failed, missed, skipped, unsupported
 from quantkit.acceptance.session import Found, Session
-from quantkit.acceptance.talk import BAD_FORM
-from quantkit.spec.baseline import LOGPROBS_NAME, Baseline, read_baseline
+from quantkit.spec.baseline import Baseline, read_baseline, read_next_logprobs
 from quantkit.spec.baseline import Sequence as Text
-from quantkit.spec.tensorfile import read_header, read_tensor
+
+_LARGEST_LOG = 700.0
+"""Of a ratio: beyond it there is no floating-point number, and nothing to tell apart either."""
 
 
 def greedy(session: Session) -> Found:
@@ -51,7 +52,7 @@ def perplexity(session: Session) -> Found:
     """Perplexity of the baseline's texts through the server, by kind, over the source's on the same positions."""
     baseline = _baseline(session)
     assert session.baseline is not None
-    known = _next_logprobs(session.baseline, baseline)
+    known = read_next_logprobs(session.baseline, baseline)
     losses: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for text in baseline.of_use("text"):
         served = _prompt_logprobs(_complete(session, text.ids, 1, echo=True, logprobs=0), len(text.ids))
@@ -61,7 +62,7 @@ def perplexity(session: Session) -> Found:
         raise skipped("baseline_without_prompts")
     most, problems, measured = session.settings.accuracy.max_perplexity_ratio, [], {}
     for kind, pairs in sorted(losses.items()):
-        ratio = math.exp(sum(before - after for before, after in pairs) / len(pairs))
+        ratio = math.exp(min(sum(before - after for before, after in pairs) / len(pairs), _LARGEST_LOG))
         measured[f"ratio_{kind}"] = ratio
         if not ratio <= most:
             problems.append(
@@ -82,13 +83,12 @@ def _forced_prefix(session: Session, text: Text) -> int:
     body = _complete(session, text.ids, 1, echo=True, logprobs=1)
     own = _prompt_logprobs(body, tokens)
     try:
-        best = [
-            max(row.values()) for row in body["choices"][0]["logprobs"]["top_logprobs"][text.prompt_tokens : tokens]
-        ]
+        rows = body["choices"][0]["logprobs"]["top_logprobs"][text.prompt_tokens : tokens]
+        best = [float(max(row.values())) for row in rows]
+        pairs = list(zip(own[text.prompt_tokens :], best, strict=True))
     except BAD_FORM as error:
         raise unsupported("no_token_ids", json.dumps(body)) from error
-    pairs = enumerate(zip(own[text.prompt_tokens :], best, strict=True))
-    return next((index for index, (mine, largest) in pairs if mine < largest), tokens - text.prompt_tokens)
+    return next((index for index, (mine, best) in enumerate(pairs) if mine < best), tokens - text.prompt_tokens)
 
 
 def _baseline(session: Session) -> Baseline:
@@ -106,7 +106,7 @@ def _complete(session: Session, ids: Sequence[int], max_tokens: int, **options: 
     )
     try:
         body: dict[str, Any] = json.loads(raw.text)
-        body["choices"][0]
+        body["choices"][0].keys()
     except BAD_FORM as error:
         raise failed("malformed_answer", raw.text, what=repr(error)) from error
     return body
@@ -122,14 +122,6 @@ def _prompt_logprobs(body: dict[str, Any], tokens: int) -> list[float]:
     if len(found) != tokens:
         raise unsupported("no_prompt_logprobs", json.dumps(body))
     return found
-
-
-def _next_logprobs(folder: Path, baseline: Baseline) -> dict[str, list[float]]:
-    """Text -> log-probabilities that the source gave the tokens that follow its scored positions."""
-    path = folder / LOGPROBS_NAME
-    with path.open("rb") as file:
-        values = read_tensor(file.fileno(), read_header(path).tensors["next_logprob"], path=path).tolist()
-    return {name: values[start:stop] for name, (start, stop) in baseline.rows().items()}
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -16,6 +16,7 @@ from quantkit.acceptance.outcome import Finding, Value, missed, skipped
 from quantkit.acceptance.session import Found, Session
 from quantkit.acceptance.talk import ask, user
 from quantkit.errors import InputError
+from quantkit.spec.files import read_whole
 
 _TEMPLATE_TOKENS = 72
 """Room for the question and what a chat template adds."""
@@ -112,7 +113,7 @@ def read_tasks(path: Path) -> list[Task]:
         InputError: unreadable, empty, or lines that are no tasks (all listed).
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_whole(path, pipes=True).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: {error}", "give a JSONL file of tasks") from error
     tasks, problems = [], []

@@ -8,16 +8,24 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
-from quantkit.errors import InputError, UsageError
+from quantkit.acceptance.bounds import Endless, bounded, bounded_async, read_bounded
+from quantkit.errors import InputError, UsageError, first_line
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
+BAD_FORM = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError)
+"""What taking an answer apart raises when it has not the form of the API: a key, a type or a value is another."""
+
 KEY_VARIABLE = "OPENAI_API_KEY"
+MAX_CONTEXT = 2**24
+"""Tokens; prompts are made as long as a server says that it takes, and no model takes more."""
+
 _METRIC = re.compile(r"^([A-Za-z_:][\w:]*)(?:{[^}]*})? ([^ ]+)")
 _METRICS_TIMEOUT_S = 10
 
@@ -42,11 +50,17 @@ class Endpoint:
 
     @cached_property
     def client(self) -> OpenAI:
-        client: OpenAI = _openai().OpenAI(**self._arguments())
+        openai = _openai()
+        hooks = {"response": [partial(bounded, timeout_s=self.timeout_s)]}
+        client: OpenAI = openai.OpenAI(**self._arguments(), http_client=openai.DefaultHttpxClient(event_hooks=hooks))
         return client
 
     def async_client(self) -> AsyncOpenAI:
-        client: AsyncOpenAI = _openai().AsyncOpenAI(**self._arguments())
+        openai = _openai()
+        http = openai.DefaultAsyncHttpxClient(
+            event_hooks={"response": [partial(bounded_async, timeout_s=self.timeout_s)]}
+        )
+        client: AsyncOpenAI = openai.AsyncOpenAI(**self._arguments(), http_client=http)
         return client
 
     def _arguments(self) -> dict[str, Any]:
@@ -66,8 +80,8 @@ class Endpoint:
         address = urlunsplit((parts.scheme, parts.netloc, "/metrics", "", ""))
         try:
             with urllib.request.urlopen(address, timeout=_METRICS_TIMEOUT_S) as answer:
-                text = answer.read().decode("utf-8", "replace")
-        except (OSError, ValueError):
+                text = read_bounded(answer, _METRICS_TIMEOUT_S).decode("utf-8", "replace")
+        except (OSError, ValueError, HTTPException, Endless):
             return {}
         found: defaultdict[str, float] = defaultdict(float)
         for line in text.splitlines():
@@ -99,7 +113,7 @@ def connect(
         url = url.rstrip("/") + "/v1"
     probe = Endpoint(url, model, timeout_s)
     try:
-        served = {row.id: row for row in probe.client.models.list().data}
+        served = {row.id: row for row in probe.client.models.list().data if isinstance(row.id, str)}
     except openai.APIConnectionError as error:
         raise InputError(
             f"{probe.shown} does not answer: {error.__cause__ or error}",
@@ -110,13 +124,18 @@ def connect(
             f"{probe.shown}/models: {said(error)}",
             f"give the address with the API's version, http://HOST:PORT/v1, and the key in {KEY_VARIABLE}",
         ) from error
+    except (Endless, *BAD_FORM) as error:
+        raise InputError(
+            f"{probe.shown}/models does not answer as an OpenAI-compatible server does: {first_line(error)}",
+            "give the address with the API's version, http://HOST:PORT/v1",
+        ) from error
     if not model and len(served) == 1:
         model = next(iter(served))
     if model not in served:
         what = f"the server has no model {model!r}" if model else "the server has several models"
         raise UsageError(what, "name one with --model", choices=sorted(served))
     stated = getattr(served[model], "max_model_len", None)
-    if context is None and isinstance(stated, int) and stated > 0:
+    if context is None and isinstance(stated, int) and 0 < stated <= MAX_CONTEXT:
         context = stated
     return replace(probe, model=model, context=context, extra_body=extra_body or {})
 

@@ -167,7 +167,8 @@ class LoadGenerator:
         finished, events = False, 0
         async for event in stream:
             if event.usage is not None:
-                sample.prompt_tokens, sample.tokens = event.usage.prompt_tokens, event.usage.completion_tokens
+                sample.prompt_tokens = int(event.usage.prompt_tokens)
+                sample.tokens = int(event.usage.completion_tokens)
             for choice in event.choices:
                 if choice.delta.content or reasoning_of(choice.delta.model_extra or {}):
                     events += 1

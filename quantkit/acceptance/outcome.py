@@ -87,7 +87,8 @@ class Stopped(Exception):
 
 def failed(key: str, *evidence: object, **values: Value) -> Stopped:
     """The check failed, for this reason."""
-    return Stopped("fail", (Finding(key=key, values=values),), evidence)
+    shown = {name: excerpt(value) if isinstance(value, str) else value for name, value in values.items()}
+    return Stopped("fail", (Finding(key=key, values=shown),), evidence)
 
 
 def missed(findings: Sequence[Finding], measured: Mapping[str, float], *evidence: str) -> Stopped:
@@ -106,5 +107,6 @@ def skipped(key: str, **values: Value) -> Stopped:
 
 
 def excerpt(text: str) -> str:
-    """Evidence of bounded length."""
+    """Evidence of bounded length; halves of characters, which no file can hold, as escapes."""
+    text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= _MAX_EVIDENCE else f"{text[: _MAX_EVIDENCE - 20]} ... ({len(text)} characters)"

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quantkit.acceptance.endpoint import Endpoint, said
+from quantkit.acceptance.bounds import Endless
+from quantkit.acceptance.endpoint import BAD_FORM, Endpoint, said
 from quantkit.acceptance.outcome import Check, Finding, Stopped, Value, excerpt, failed, unsupported
 from quantkit.acceptance.settings import Settings
 
@@ -100,10 +101,24 @@ def _guarded(spec: CheckSpec, session: Session) -> Found:
         raise failed("connection_lost", str(error.__cause__ or error)) from error
     except openai.APIError as error:
         raise failed("server_error_event", said(error)) from error
+    except Endless as error:
+        raise failed("endless", str(error)) from error
     except Exception as error:
         # A stream that breaks raises what the client's HTTP library raises; which library depends on its version.
+        if isinstance(error, BAD_FORM) and _inside_the_client(error):
+            raise failed("malformed_answer", what=repr(error)) from error
         if not type(error).__module__.startswith("httpx"):
             raise
         if "Timeout" in type(error).__name__:
             raise failed("timeout", seconds=session.settings.timeout_s) from error
         raise failed("connection_lost", f"{type(error).__name__}: {error}") from error
+
+
+def _inside_the_client(error: Exception) -> bool:
+    """Whether the client was at work: it takes answers apart too, and trusts them."""
+    frame = error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_globals.get("__name__", "").startswith("openai."):
+            return True
+        frame = frame.tb_next
+    return False

@@ -111,7 +111,7 @@ class Settings(Strict):
 
     Attributes:
         seed: of prompts and needles.
-        timeout_s: of a single request.
+        timeout_s: until the next bytes of an answer; the whole of it may take ten times as long.
         extra_body: put into every chat request, as `chat_template_kwargs: {enable_thinking: false}` for a model that
             reasons before it answers and shall not.
     """

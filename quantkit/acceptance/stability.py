@@ -16,7 +16,8 @@ from statistics import median
 
 import psutil
 
-from quantkit.acceptance.endpoint import Endpoint
+from quantkit.acceptance.bounds import Endless
+from quantkit.acceptance.endpoint import BAD_FORM, Endpoint
 from quantkit.acceptance.load import LoadGenerator, Sample, figures
 from quantkit.acceptance.outcome import Finding, failed, missed, skipped
 from quantkit.acceptance.performance import MIXED, worst_errors
@@ -176,6 +177,6 @@ class _OutageWatch:
             self._endpoint.client.with_options(timeout=_PROBE_TIMEOUT_S).chat.completions.create(
                 **request(self._endpoint, user(_PROBE), max_tokens=1)
             )
-        except openai.APIError:
+        except (openai.APIError, Endless, *BAD_FORM):
             return False
         return True

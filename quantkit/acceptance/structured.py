@@ -110,7 +110,7 @@ def structured_output(session: Session) -> Found:
     )
     try:
         _Verdict.model_validate(json.loads(answer.text))
-    except ValueError as error:  # pydantic's is one as well
+    except (ValueError, RecursionError) as error:  # pydantic's is a ValueError as well
         what = str(error).splitlines()[0]
         raise failed("structure_broken", answer.text, what=what, finish=answer.finish) from error
     return Found("structure_kept", {}, (answer.text,))

@@ -7,16 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quantkit.acceptance.endpoint import Endpoint
+from quantkit.acceptance.endpoint import BAD_FORM, Endpoint
 from quantkit.acceptance.outcome import failed
 
 Message = Mapping[str, Any]
 
 FINISH_REASONS = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
 """Of the API reference of chat completions."""
-
-BAD_FORM = (LookupError, TypeError, AttributeError, ValueError)
-"""What taking an answer apart raises when it has not the form of the API: a key, a type or a value is another."""
 
 STREAMED: Mapping[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 """Options of a request for a stream that counts its tokens."""
@@ -46,9 +43,8 @@ class Answer:
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
-    """Reasoning in a message or a piece of one, under the names that vLLM and SGLang use."""
-    found = message.get("reasoning_content") or message.get("reasoning") or ""
-    return found if isinstance(found, str) else ""
+    """Reasoning in a message or a piece of one, under the names that vLLM and SGLang use; raises as `_text`."""
+    return _text(message.get("reasoning_content") or message.get("reasoning"))
 
 
 def user(text: str) -> list[Message]:
@@ -82,13 +78,14 @@ def ask(endpoint: Endpoint, messages: Sequence[Message], *, max_tokens: int, **o
         message = choice["message"]
         usage = body["usage"]
         answer = Answer(
-            text=message.get("content") or "",
+            text=_text(message.get("content")),
             reasoning=reasoning_of(message),
-            finish=choice["finish_reason"],
+            finish=_text(choice["finish_reason"]),
             prompt_tokens=int(usage["prompt_tokens"]),
             completion_tokens=int(usage["completion_tokens"]),
             tool_calls=[
-                (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()
+                (_text(call["function"]["name"]), _text(call["function"]["arguments"]))
+                for call in message.get("tool_calls") or ()
             ],
         )
     except BAD_FORM as error:
@@ -141,20 +138,35 @@ def _add_event(answer: Answer, event: Any, line: str) -> None:
             answer.prompt_tokens = int(usage["prompt_tokens"])
             answer.completion_tokens = int(usage["completion_tokens"])
         for choice in event["choices"]:
-            content, reasoning = choice["delta"].get("content") or "", reasoning_of(choice["delta"])
+            content, reasoning = _text(choice["delta"].get("content")), reasoning_of(choice["delta"])
             if answer.finish and (content or reasoning or choice.get("finish_reason")):
                 raise failed("stream_after_finish", line)
             answer.text += content
             answer.reasoning += reasoning
-            answer.finish = choice.get("finish_reason") or answer.finish
+            answer.finish = _text(choice.get("finish_reason")) or answer.finish
     except BAD_FORM as error:
         raise failed("malformed_answer", line, what=repr(error)) from error
+
+
+def _text(value: object) -> str:
+    """A string of an answer, or "" for none.
+
+    Raises:
+        TypeError: something else stands there.
+        ValueError: half of a character, which no report can hold.
+    """
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} where a text belongs")
+    value.encode()
+    return value
 
 
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise failed("no_json", text) from error
 
 

@@ -22,7 +22,7 @@ from quantkit.spec.index import read_json
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
-def load_config(root: Path, *, trust_remote_code: bool = False) -> Any:
+def load_config(root: Path) -> Any:
     """transformers' config object of a checkpoint's language model, without its `quantization_config`.
 
     Of a vision-language checkpoint it is the text part. A model type that is another one's under a new name
@@ -40,7 +40,7 @@ def load_config(root: Path, *, trust_remote_code: bool = False) -> Any:
             known = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map")}
             config = AutoConfig.for_model(same_as, **known)
         else:
-            config = AutoConfig.from_pretrained(root, trust_remote_code=trust_remote_code)
+            config = AutoConfig.from_pretrained(root, trust_remote_code=False)
         config = config.get_text_config()
     except Exception as error:  # each config class has checks of its own, with whatever errors those raise
         raise InputError(
@@ -65,7 +65,10 @@ def load_tokenizer(root: Path) -> Any:
             f"{root} holds no tokenizer", "copy the tokenizer files of the source model there", choices=TOKENIZER_FILES
         )
     try:
-        return AutoTokenizer.from_pretrained(root)
+        # said, because transformers asks at the terminal otherwise
+        found = AutoTokenizer.from_pretrained(root, trust_remote_code=False)
+        found("a")  # values that loading does not look at fail here
+        return found
     except Exception as error:  # the tokenizers library raises plain Exceptions
         raise InputError(
             f"transformers cannot read the tokenizer of {root}: {first_line(error)}",

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from quantkit.calibrate.overlap import overlaps, runs
 from quantkit.calibrate.sources import Row, default_mix, read_rows
-from quantkit.errors import InputError, UsageError, first_line
+from quantkit.compare.companions import render_chat
+from quantkit.errors import InputError, UsageError
 from quantkit.recipe import Calibration, Mix
 from quantkit.spec.calibration import SampleRecord
 
@@ -321,11 +322,10 @@ class _Encoder:
 
     def _templated(self, row: Row) -> str:
         try:
-            return str(self._tokenizer.apply_chat_template(list(row.messages), tokenize=False))
-        except Exception as error:  # templates are programs: they raise what they like
+            return render_chat(self._tokenizer, row.messages, generation=False)
+        except InputError as error:
             raise InputError(
-                f"the chat template of the tokenizer fails on a dialogue of {row.source} ({row.kind}): "
-                f"{first_line(error)}",
+                f"{error.message} (on a dialogue of {row.source}, {row.kind})",
                 "correct the dialogue (a list of role and content) or the template; rows with `text` need none",
             ) from error
 

@@ -236,10 +236,11 @@ def _expert_map(path: Path) -> tuple[tuple[int, ...], ...]:
     import json
 
     from quantkit.errors import UsageError
+    from quantkit.spec.files import read_whole
 
     try:
-        rows = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        rows = json.loads(read_whole(path, pipes=True))
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read as JSON: {error}", "give a file like [[0, 1], [2, 3, 0]]") from error
     if not isinstance(rows, list) or not all(
         isinstance(row, list) and all(type(item) is int for item in row) for row in rows

@@ -24,10 +24,10 @@ from quantkit.archs.modeling import decoder_layers
 from quantkit.compare.distributions import Kept, at_same_tokens, keep
 from quantkit.compare.fingerprint import weight_fingerprints
 from quantkit.compare.taps import LayerTaps, Record, run_each_expert
+from quantkit.errors import InputError
 from quantkit.rotation import Rotation
-from quantkit.spec.baseline import Baseline, layer_name
+from quantkit.spec.baseline import Baseline, read_layer
 from quantkit.spec.baseline import Sequence as Tokens
-from quantkit.spec.tensorfile import read_tensors
 from quantkit.spec.transform import RotateResidual, Step
 
 Layers = Sequence[Mapping[str, Tensor]]
@@ -99,7 +99,7 @@ class Subject:
 
 def read_layers(folder: Path, baseline: Baseline) -> Layers:
     """All layers of a baseline."""
-    return [read_tensors(folder / layer_name(layer)) for layer in range(baseline.layers)]
+    return [read_layer(folder, baseline, layer) for layer in range(baseline.layers)]
 
 
 class Measurement:
@@ -222,7 +222,7 @@ class Measurement:
             own = args[0] if args else kwargs["hidden_states"]
             if not embedded:
                 embedded.append(own[0].float().cpu())
-            named = {**kwargs, **{name: value.to(subject.device) for name, value in carried.items()}}
+            named = {**kwargs, **_fitting(carried, kwargs, subject.device)}
             if args:
                 return (hidden, *args[1:]), named
             return args, {**named, "hidden_states": hidden}
@@ -261,6 +261,21 @@ class Measurement:
             return None
         with torch.inference_mode():
             return run_each_expert(module, rows.to(self._subject.device, self._subject.dtype))
+
+
+def _fitting(carried: Mapping[str, Tensor], arguments: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """What the source's layer was handed on, in the place of what this one is.
+
+    Raises:
+        InputError: it is handed on something else.
+    """
+    odd = [name for name, value in carried.items() if getattr(arguments.get(name), "shape", None) != value.shape]
+    if odd:
+        raise InputError(
+            f"the baseline hands on to a layer what the candidate's layers do not take: {', '.join(odd)}",
+            "compare a candidate with a baseline of its own source",
+        )
+    return {name: value.to(device) for name, value in carried.items()}
 
 
 def _take(outputs: list[Tensor]) -> Any:

@@ -12,6 +12,7 @@ from quantkit.errors import InputError, first_line
 from quantkit.spec.baseline import CHAT, Baseline, TokenizerRecord
 from quantkit.spec.calibration import file_sha256
 from quantkit.spec.index import read_json
+from quantkit.templates import TemplateFailure, render
 
 _LONGEST = 200
 
@@ -53,7 +54,13 @@ def stop_tokens(root: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         if (root / name).is_file():
             value = read_json(root / name).get("eos_token_id")
-            found.update(value if isinstance(value, list) else [] if value is None else [value])
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(type(each) is int and each >= 0 for each in ids):
+                raise InputError(
+                    f"{root / name}: eos_token_id is neither an id nor a list of ids",
+                    "correct it, or copy the file again",
+                )
+            found.update(ids)
     return tuple(sorted(found))
 
 
@@ -75,8 +82,8 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, genera
         InputError: the template fails.
     """
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation))
-    except Exception as error:  # templates are programs: they raise what they like
+        return render(tokenizer.get_chat_template(), messages, tokenizer.special_tokens_map, generate=generation)
+    except (TemplateFailure, ValueError) as error:  # ValueError: several templates and no default
         raise InputError(
             f"the chat template of the tokenizer fails: {first_line(error)}",
             "correct the template; `quantkit inspect` renders it too",

@@ -20,9 +20,8 @@ from quantkit.compare.limits import Limits
 from quantkit.compare.result import Comparison, Difference, Finding, Greedy
 from quantkit.compare.verdict import checks, number
 from quantkit.errors import InputError
-from quantkit.spec.baseline import LOGPROBS_NAME, OUTSIDE_NAME, Baseline
+from quantkit.spec.baseline import Baseline, read_outside, read_rows
 from quantkit.spec.baseline import Sequence as Tokens
-from quantkit.spec.tensorfile import read_tensors
 
 Decode = Callable[[Sequence[int], int], Sequence[int]]
 """(prompt ids, number of new tokens) -> the candidate's own greedy continuation with a cache."""
@@ -59,7 +58,8 @@ def compare(
             f"the candidate has {len(modules)} layers, the baseline's source {baseline.layers}",
             "compare a candidate with a baseline of its own source",
         )
-    rows, layers = Kept(**read_tensors(folder / LOGPROBS_NAME)), read_layers(folder, baseline)
+    rows, layers = Kept(**read_rows(folder, baseline)), read_layers(folder, baseline)
+    _check_sizes(baseline, rows, layers, subject)
     measurement = Measurement(subject, baseline, rows, layers, advance)
     answers, routing, long = measurement.answers()
     seen, embedded, head = measurement.layers(routing, long)
@@ -76,7 +76,7 @@ def compare(
     reports = list(_layers(subject, prefix, layers, seen, limits))
     embedding_error = rms(per_token(subject.basis(layers[0]["input"]), embedded))
     head_kl = float(divergence(rows.rows(*spans[probe.name]), head.kept).mean())
-    outside = _outside(read_tensors(folder / OUTSIDE_NAME), measurement.outside(), limits)
+    outside = _outside(read_outside(folder), measurement.outside(), limits)
     findings = (
         *_embedding(embedding_error, limits),
         *(finding for report in reports for finding in report.findings),
@@ -116,6 +116,22 @@ def compare(
         findings=findings,
         notes=tuple(_notes(baseline, subject)),
     )
+
+
+def _check_sizes(baseline: Baseline, rows: Kept, layers: Layers, subject: Subject) -> None:
+    """Ids and hidden states of the baseline are those that the candidate can take.
+
+    Raises:
+        InputError: they are not.
+    """
+    vocabulary, hidden = subject.model.get_input_embeddings().weight.shape  # type: ignore[operator]
+    largest = max(max(sequence.ids) for sequence in baseline.sequences)
+    widths = {int(layer["input"].shape[1]) for layer in layers}
+    advice = "compare a candidate with a baseline of its own source"
+    if max(largest, int(rows.top_ids.max())) >= vocabulary or int(rows.top_ids.min()) < 0:
+        raise InputError(f"the baseline has token ids beyond the candidate's vocabulary of {vocabulary:,}", advice)
+    if widths != {hidden}:
+        raise InputError(f"the baseline's hidden states are {sorted(widths)} wide, the candidate's {hidden}", advice)
 
 
 def _greedy(

@@ -32,7 +32,7 @@ from quantkit.convert.sample import Sample, records_of
 from quantkit.convert.source_pieces import cut_pieces, source_rows, steps, target_pieces, with_rows
 from quantkit.convert.units import Zeros
 from quantkit.errors import InputError, QuantkitError
-from quantkit.recipe import Recipe
+from quantkit.recipe import recorded
 from quantkit.spec.manifest import Manifest, TensorRecord
 from quantkit.spec.tensorfile import tensor_nbytes, torch_dtype
 
@@ -93,7 +93,7 @@ class Rounding(NamedTuple):
     def of(cls, manifest: Manifest | None, artifact: Calibrated | None) -> Rounding:
         if manifest is None:
             return cls()
-        methods = Recipe.model_validate(manifest.recipe).methods
+        methods = recorded(manifest.recipe).methods
         rounded = any(method(options.name).rounds for options in methods)
         return cls(bool(manifest.calibration_digest), rounded, artifact)
 

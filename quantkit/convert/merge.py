@@ -7,7 +7,7 @@ from pathlib import Path
 from quantkit.convert.plan import DEFAULT_SHARD_BYTES
 from quantkit.convert.run import convert
 from quantkit.errors import InputError
-from quantkit.recipe import Recipe
+from quantkit.recipe import recorded
 from quantkit.spec.manifest import SHARDED_NAME, Manifest, read_manifest
 
 
@@ -27,5 +27,5 @@ def merge(folder: Path, out: Path, *, jobs: int = 0, max_shard_bytes: int = DEFA
     manifest = read_manifest(folder / SHARDED_NAME)
     if manifest.form != "sharded":
         raise InputError(f"{folder} is no folder of rank shards", "give a folder of `convert --format sharded`")
-    recipe = Recipe.model_validate(manifest.recipe)
+    recipe = recorded(manifest.recipe)
     return convert(folder, out, recipe, form="checkpoint", jobs=jobs, max_shard_bytes=max_shard_bytes)

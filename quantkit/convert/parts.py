@@ -11,13 +11,16 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from quantkit.convert.execute import Job, execute_units, finished_units, local, units
-from quantkit.convert.run import Prepared, default_jobs, open_output, prepare, run
+from quantkit.convert.run import Form, Prepared, default_jobs, open_output, prepare, run
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.outdir import OutputFolder, check_place, create_once, exclusive_part, recorded_options
 from quantkit.recipe import Recipe
+from quantkit.spec.document import problems_of
 from quantkit.spec.manifest import Manifest
 from quantkit.spec.mesh import Mesh
 
@@ -149,19 +152,31 @@ def prepare_recorded(
     options = recorded_options(out)
     if not isinstance(options, dict) or options.get("command") != "convert":
         raise UsageError(f"{out} holds no conversion", "give the OUT of `quantkit convert MODEL -o OUT --part i/n`")
-    if options["calibration"] and calibration is None:
+    if options.get("calibration") and calibration is None:
         raise UsageError(f"{out} is converted with a calibration", "name it: --calibration FOLDER")
-    return prepare(source, calibration=calibration, ignore_index=ignore_index, **_arguments(options))
+    return prepare(source, calibration=calibration, ignore_index=ignore_index, **_arguments(out, options))
 
 
-def _arguments(options: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "recipe": Recipe.model_validate(options["recipe"]),
-        "form": options["form"],
-        "mesh": Mesh.model_validate_json(json.dumps(options["mesh"])),
-        "max_shard_bytes": options["max_shard_bytes"],
-        "layout": options["layout"],
-    }
+class _Recorded(BaseModel):
+    """What of `Prepared.options` is an argument of `prepare`."""
+
+    recipe: Recipe
+    form: Form
+    mesh: Mesh
+    max_shard_bytes: Annotated[int, Field(ge=1)]
+    layout: str
+
+    def arguments(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in type(self).model_fields}
+
+
+def _arguments(out: Path, options: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return _Recorded.model_validate_json(json.dumps(options)).arguments()
+    except ValidationError as error:
+        raise UsageError(
+            f"the options that {out} has recorded are damaged", "convert into another folder", items=problems_of(error)
+        ) from error
 
 
 def merge_manifest(prepared: Prepared, out: Path) -> Manifest:

@@ -15,7 +15,7 @@ from quantkit.convert.hashing import hash_file
 from quantkit.convert.sample import Sample
 from quantkit.convert.shard_source import open_source
 from quantkit.convert.transforms import open_transformed, steps_of
-from quantkit.recipe import Recipe
+from quantkit.recipe import recorded
 from quantkit.spec.calibration import Artifact
 from quantkit.spec.manifest import Manifest, OutputFile
 
@@ -85,7 +85,7 @@ def _transformed(
     if manifest is None or not manifest.transforms:
         opened.append(open_source(root, extra_roles=recorded_roles(manifest)))
         return 0, [], "no transforms"
-    source = open_transformed(root, Recipe.model_validate(manifest.recipe), artifact=calibration)
+    source = open_transformed(root, recorded(manifest.recipe), artifact=calibration)
     opened.append(source)
     if steps_of(source) != manifest.transforms:
         return len(manifest.transforms), ["the recipe's methods come to other steps than those of the manifest"], ""

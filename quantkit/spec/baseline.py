@@ -15,14 +15,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
 from quantkit.errors import InputError
+from quantkit.spec.baseline_checks import contradictions, layer_problems, outside_problems, row_problems
 from quantkit.spec.calibration import file_sha256
 from quantkit.spec.document import Strict, problems_of
+from quantkit.spec.files import is_inside, read_whole
+from quantkit.spec.tensorfile import open_regular, read_header, read_tensor, read_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BASELINE_NAME = "baseline.json"
 LOGPROBS_NAME = "logprobs.safetensors"
@@ -191,7 +198,7 @@ def read_baseline(folder: Path, *, verify: bool = True) -> Baseline:
     """
     path = folder / BASELINE_NAME
     try:
-        found = Baseline.model_validate_json(path.read_bytes())
+        found = Baseline.model_validate_json(read_whole(path))
     except OSError as error:
         raise InputError(
             f"{folder} holds no finished baseline ({error.strerror})", "run `quantkit baseline` to its end"
@@ -200,6 +207,10 @@ def read_baseline(folder: Path, *, verify: bool = True) -> Baseline:
         raise InputError(f"{path} is not a baseline", "make it again", items=problems_of(error)) from error
     if found.sequences_sha256 != sequences_digest(found.sequences):
         raise InputError(f"{path}: the token ids are not those that were recorded", "copy the baseline again")
+    if problems := contradictions(found):
+        raise InputError(f"{path} contradicts itself", "copy the baseline again, or make it again", items=problems)
+    if outside := [name for name in found.files if not is_inside(name)]:
+        raise InputError(f"{path} names files outside its folder", "use a baseline of quantkit's own", items=outside)
     wrong = [name for name in found.files if not (folder / name).is_file()]
     if verify and not wrong:
         wrong = [name for name, digest in found.files.items() if file_sha256(folder / name) != digest]
@@ -208,3 +219,61 @@ def read_baseline(folder: Path, *, verify: bool = True) -> Baseline:
             f"{folder}: files are missing or differ from what was recorded", "copy the baseline again", items=wrong
         )
     return found
+
+
+def read_rows(folder: Path, baseline: Baseline) -> dict[str, Tensor]:
+    """Tensors of `logprobs.safetensors`.
+
+    Raises:
+        InputError: they are not those of this baseline's sequences.
+    """
+    path = folder / LOGPROBS_NAME
+    return _checked(path, row_problems(baseline, read_header(path)))
+
+
+def read_layer(folder: Path, baseline: Baseline, layer: int) -> dict[str, Tensor]:
+    """Tensors of a layer's file, see `LAYER_TENSORS`.
+
+    Raises:
+        InputError: they are not those of this baseline's sequences.
+    """
+    path = folder / layer_name(layer)
+    return _checked(path, layer_problems(baseline, read_header(path)))
+
+
+def read_outside(folder: Path) -> dict[str, Tensor]:
+    """Fingerprints of the weights outside the layers.
+
+    Raises:
+        InputError: something else stands there.
+    """
+    path = folder / OUTSIDE_NAME
+    return _checked(path, outside_problems(read_header(path)))
+
+
+def read_next_logprobs(folder: Path, baseline: Baseline) -> dict[str, list[float]]:
+    """Sequence -> log-probabilities that the source gave the tokens that follow its scored positions.
+
+    Raises:
+        InputError: as `read_rows`.
+    """
+    path = folder / LOGPROBS_NAME
+    header = read_header(path)
+    if problems := row_problems(baseline, header):
+        raise _misfit(path, problems)
+    fd = open_regular(path)
+    try:
+        values = read_tensor(fd, header.tensors["next_logprob"], path=path).tolist()
+    finally:
+        os.close(fd)
+    return {name: values[start:stop] for name, (start, stop) in baseline.rows().items()}
+
+
+def _misfit(path: Path, problems: list[str]) -> InputError:
+    return InputError(f"{path} does not fit {BASELINE_NAME}", "make the baseline again", items=problems)
+
+
+def _checked(path: Path, problems: list[str]) -> dict[str, Tensor]:
+    if problems:
+        raise _misfit(path, problems)
+    return read_tensors(path)

@@ -13,6 +13,7 @@ A folder with
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from pydantic import ValidationError
 from quantkit.errors import InputError
 from quantkit.spec.decisions import Decisions, HeldOut
 from quantkit.spec.document import Strict, problems_of
+from quantkit.spec.files import is_inside, read_whole
+from quantkit.spec.tensorfile import open_regular
 
 SUMMARY_NAME = "calibration.json"
 SCALES_NAME = "scales.safetensors"
@@ -188,7 +191,7 @@ def read_summary(folder: Path) -> CalibrationSummary:
     """
     path = folder / SUMMARY_NAME
     try:
-        return CalibrationSummary.model_validate_json(path.read_bytes())
+        return CalibrationSummary.model_validate_json(read_whole(path))
     except OSError as error:
         raise InputError(
             f"{folder} holds no finished calibration ({error.strerror})",
@@ -219,6 +222,12 @@ class Artifact(NamedTuple):
             InputError: files are missing or changed; all of them are named.
         """
         names = sorted({SCALES_NAME, *self.summary.files})
+        if outside := [name for name in names if not is_inside(name)]:
+            raise InputError(
+                f"{self.folder / SUMMARY_NAME} names files outside its folder",
+                "use a calibration of quantkit's own",
+                items=outside,
+            )
         wrong = [name for name in names if file_sha256(self.folder / name) != self.summary.files.get(name)]
         if wrong:
             raise InputError(
@@ -234,8 +243,9 @@ def file_sha256(path: Path) -> str:
     Raises:
         InputError: it cannot be read.
     """
+    fd = open_regular(path)
     try:
-        with path.open("rb") as file:
+        with os.fdopen(fd, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}", "copy the calibration again") from error

@@ -9,6 +9,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from quantkit.errors import UsageError
+from quantkit.spec.files import MAX_SETTINGS_BYTES, read_whole
+
+_MAX_VALUES = 1_000_000
 
 
 class Strict(BaseModel):
@@ -32,11 +35,47 @@ def read_yaml(file: Path | Traversable, name: str, wanted: str) -> Any:
     Raises:
         UsageError: unreadable, or not YAML.
     """
+    try:
+        raw = read_whole(file, MAX_SETTINGS_BYTES, pipes=True) if isinstance(file, Path) else file.read_bytes()
+        return parse_yaml(raw.decode())
+    except OSError as error:
+        raise UsageError(f"{name}: {error.strerror or error}", f"give {wanted}") from error
+    except ValueError as error:
+        raise UsageError(f"{name} is not YAML: {error}", "correct it") from error
+
+
+def parse_yaml(text: str) -> Any:
+    """What a YAML document holds.
+
+    Raises:
+        ValueError: it is not YAML, or a few lines of it stand for more values than anybody wrote: by aliases of
+            aliases, or one that holds itself.
+    """
     import yaml
 
     try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{name}: {error.strerror or error}", f"give {wanted}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, an impossible date or number
-        raise UsageError(f"{name} is not YAML: {error}", "correct it") from error
+        found = yaml.safe_load(text)
+        _written_out(found, {})
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    except (TypeError, AttributeError) as error:  # a tag on a value of another kind, which the package does not check
+        raise ValueError(f"a value does not fit its tag ({error})") from error
+    return found
+
+
+def _written_out(value: Any, known: dict[int, int]) -> int:
+    """Number of values that a document stands for; `known`: of its containers, by identity; 0 while counting."""
+    if not isinstance(value, dict | list | set):
+        if isinstance(value, str):
+            value.encode()  # half of a character, which YAML can spell, is a ValueError
+        return 1
+    if id(value) not in known:
+        known[id(value)] = 0
+        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_written_out(part, known) for part in parts)
+    size = known[id(value)]
+    if size == 0:
+        raise ValueError("an alias stands inside of what it names")
+    if size > _MAX_VALUES:
+        raise ValueError(f"its aliases stand for more than {_MAX_VALUES:,} values")
+    return size

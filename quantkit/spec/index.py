@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError
+from quantkit.spec.files import MAX_JSON_BYTES
 from quantkit.spec.tensorfile import Header, TensorInfo, open_regular, pread_exact, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -43,12 +44,10 @@ class CheckpointIndex:
         return tuple(self.file_of)
 
 
-MAX_JSON_BYTES = 512 * 1024 * 1024
-"""Bound on config and index; an index of 500,000 tensors takes about 60 MB."""
-
 _RANK_FILE = re.compile(r"stage\d+-.*\.safetensors")
 """Files of rank shards, as `convert --format sharded` names them."""
 
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SHARD = re.compile(r"(?P<stem>.*)-\d+-of-(?P<total>\d{1,9})\.safetensors")
 
 
@@ -70,6 +69,8 @@ def read_json(path: Path) -> dict[str, Any]:
         os.close(fd)
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_agreeing)
+        if _SURROGATE.search(raw):  # half of a character: JSON can spell it, no file or terminal can hold it
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not valid JSON: {error}", "copy or download the file again") from error
     if not isinstance(value, dict):

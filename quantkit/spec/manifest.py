@@ -20,6 +20,7 @@ from pydantic.dataclasses import dataclass
 from quantkit.errors import InputError
 from quantkit.spec.document import Strict, problems_of
 from quantkit.spec.environment import Environment
+from quantkit.spec.files import open_bounded
 from quantkit.spec.manifest_checks import contradictions, outside_names
 from quantkit.spec.mesh import Mesh
 from quantkit.spec.transform import Step
@@ -29,6 +30,7 @@ CHECKPOINT_NAME = "quantkit_manifest.json"
 SIGNATURE_NAME = "model.sig"  # beside either, when it was asked for; the usual name of model-signing
 COMPARISON_NAME = "quantkit_comparison.json"  # beside either, when one was saved; see quantkit.compare.saved
 BESIDE = (SIGNATURE_NAME, COMPARISON_NAME)  # in no manifest: they say something about a finished folder
+MAX_MANIFEST_BYTES = 4 * 2**30  # a record takes about 700 bytes, and there are a few million at most
 FORMAT_VERSION = 1
 EXTRA_FILES = "extra"  # set of shard files with whole tensors that no rank reads: draft layers, vision towers
 
@@ -212,7 +214,7 @@ def read_manifest(path: Path) -> Manifest:
             since it was written, naming files outside its folder, or contradicting itself.
     """
     try:
-        with path.open("rb") as file:
+        with open_bounded(path, MAX_MANIFEST_BYTES) as file:
             manifest = _parse(file)
             file.seek(0)
             canonical = _is_canonical(file, manifest)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from quantkit.spec.files import is_inside
 from quantkit.spec.layout import LAYOUTS
 from quantkit.spec.scheme import SCHEMES
 from quantkit.spec.tensorfile import DTYPE_BITS, MAX_DIMENSIONS, tensor_nbytes
@@ -28,7 +28,7 @@ def outside_names(manifest: Manifest) -> list[str]:
     names = {file.name for file in manifest.files} | {file.name for file in manifest.source_files}
     names.update(name for rank in manifest.ranks for name in rank.files)
     names.update(record.file for record in manifest.tensors)
-    return sorted(name for name in names if not _inside(name))
+    return sorted(name for name in names if not is_inside(name))
 
 
 def contradictions(manifest: Manifest) -> list[str]:
@@ -39,11 +39,6 @@ def contradictions(manifest: Manifest) -> list[str]:
         if len(found) == _SHOWN:
             break
     return found
-
-
-def _inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return bool(name) and "\0" not in name and not path.is_absolute() and ".." not in path.parts
 
 
 def _of_files(manifest: Manifest) -> Iterator[str]:

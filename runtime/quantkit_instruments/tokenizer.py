@@ -8,6 +8,7 @@ from typing import Any
 from quantkit.archs import architecture_for
 from quantkit.compare import companions
 from quantkit.errors import InputError, UsageError, first_line
+from quantkit.spec.files import read_whole
 from quantkit.spec.index import read_json
 
 
@@ -60,7 +61,7 @@ def read_prompts(path: Path) -> list[str]:
         InputError: unreadable, not UTF-8, or without any line.
     """
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in read_whole(path, pipes=True).decode().splitlines() if line.strip()]
     except (OSError, UnicodeError) as error:
         raise InputError(f"{path}: {first_line(error)}", "give a UTF-8 text file with one prompt a line") from error
     if not lines:

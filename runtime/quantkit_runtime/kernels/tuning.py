@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quantkit.errors import InputError
+from quantkit.spec.files import read_whole
 from quantkit_runtime import device
 
 VARIABLE = "QUANTKIT_TUNING"
@@ -156,10 +157,10 @@ def _of_user(arch: str) -> Tuning | None:
     if not path.is_file():
         return None
     try:
-        rows = json.loads(path.read_text(encoding="utf-8")).get(arch)
+        rows = json.loads(read_whole(path)).get(arch)
         return None if rows is None else from_json(rows)
     # any JSON may stand in the file of a user: other types, missing keys, rows that are too short
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+    except (OSError, ValueError, ArithmeticError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{path}: this is no tuning table ({error})", "write it again with quantkit-runtime tune, or remove it"
         ) from error
@@ -198,8 +199,8 @@ def write(path: Path, arch: str, found: Tuning) -> None:
     tables: dict[str, Any] = {}
     if path.is_file():
         try:
-            tables = dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:  # unreadable, no JSON, or no object
+            tables = dict(json.loads(read_whole(path)))
+        except (OSError, ValueError, TypeError, RecursionError) as error:  # unreadable, no JSON, or no object
             raise InputError(f"{path} holds no tuning tables ({error})", "move it away, or give --output") from error
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
