@@ -6,6 +6,7 @@
 #   TORCH         what is given to pip for torch; may hold options, e.g. TORCH='torch==2.13.0 --index-url URL'
 #   SYSTEM_TORCH  1: use the torch that PYTHON already has (a vendor's ROCm or DTK build), never install one
 #   PYTEST_ARGS   arguments of pytest, e.g. PYTEST_ARGS='-k reader -x'
+#   MINUTES       of `make fuzz`, on two processes
 #   SMALL         1: benchmarks on small input, some minutes instead of hours; results stay in build/bench
 
 PYTHON       ?= python3
@@ -13,6 +14,7 @@ VENV         ?= .venv
 TORCH        ?= torch==2.13.0
 SYSTEM_TORCH ?=
 PYTEST_ARGS  ?= -n 2
+MINUTES      ?= 60
 SMALL        ?=
 
 SHELL       := /bin/bash
@@ -39,6 +41,7 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help venv demo test lint lint-format lint-rules lint-types format smollm2 plans clean
+.PHONY: fuzz audit
 .PHONY: kernels kernel-tools bench-gpu peers bench bench-summary bench-accuracy interop interop-acceptance
 
 help:  ## list the targets
@@ -76,6 +79,18 @@ smollm2: venv  ## fetch SmolLM2-135M-Instruct, the real dense model of the tests
 # One thread for each worker: more of them only fight for the cores.
 test: venv smollm2  ## run all tests
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(OFFLINE) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Longer than the cases that `make test` runs; a finding prints the command that shows it again.
+fuzz: venv  ## damaged files and answers for every parser, for MINUTES; result in tests/bench/results/fuzz.json
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(OFFLINE) $(BIN)/python -m tests.fuzz --minutes $(MINUTES) \
+	    --workers 2 --first-seed $$RANDOM --result tests/bench/results/fuzz.json
+
+# Asks the vulnerability service of PyPI, so it needs the network; a version that it does not know is a failure. In an
+# environment of its own.
+audit:  ## look for known vulnerabilities in the versions of constraints.txt (needs the network)
+	@test -x build/audit/bin/pip-audit || { $(PYTHON) -m venv build/audit; \
+	    build/audit/bin/python -m pip install --quiet pip-audit; }
+	build/audit/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip --strict --progress-spinner off
 
 # Nothing that is there is replaced: a vendor's Triton (SYSTEM_TORCH=1) and hipcc stay.
 kernel-tools: venv  ## install what checks the kernels without a card: Triton, and hipcc on Debian (700 MB)

@@ -42,8 +42,8 @@ _OUTPUT_FAILS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
 """A full or broken disk under anything that is written, stdout included."""
 
 
-_C1 = re.compile("[\x7f-\x9f]")
-"""Control characters that JSON leaves as they are."""
+_C1 = re.compile("[\x7f-\x9f\ud800-\udfff]")
+"""Control characters, and halves of characters, that JSON leaves as they are."""
 
 
 class LazyGroup(click.Group):

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 _MAX_LISTED = 20
 
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""What a terminal obeys instead of showing it (C0, DEL, C1), line separators, and what turns the direction of text;
-all but tab and newline."""
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What a terminal obeys instead of showing it (C0, DEL, C1), line separators, what turns the direction of text, and
+halves of characters, which no stream takes; all but tab and newline."""
 
 
 def printable(text: str) -> str:

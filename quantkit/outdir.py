@@ -199,7 +199,7 @@ def recorded_options(out: Path) -> Any:
 def recorded_digest(out: Path) -> str:
     """`OutputFolder.options_digest` of what is recorded in `out`, "" when nothing is."""
     try:
-        return hashlib.sha256((out / WORK_NAME / _OPTIONS).read_bytes()).hexdigest()
+        return hashlib.sha256(read_whole(out / WORK_NAME / _OPTIONS)).hexdigest()
     except OSError:
         return ""
 

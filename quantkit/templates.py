@@ -53,7 +53,8 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], tokens: Mapping
 class _Renderer:
     """The process, started when it is needed first and again after each death."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: int = SECONDS) -> None:
+        self._seconds = seconds
         self._process: subprocess.Popen[str] | None = None
         self._owner = 0
         self._lock = threading.Lock()
@@ -73,11 +74,15 @@ class _Renderer:
             self._process = None
             code = process.wait()
         late = code == -signal.SIGPROF
-        return {"error": f"it takes more than {SECONDS} seconds" if late else f"it ends its process (code {code})"}
+        return {
+            "error": f"it takes more than {self._seconds} seconds" if late else f"it ends its process (code {code})"
+        }
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None or self._owner != os.getpid():  # a fork shares the pipes of its parent
-            program = f"import sys; sys.path[:] = {sys.path!r}; from quantkit.templates import serve; serve()"
+            program = (
+                f"import sys; sys.path[:] = {sys.path!r}; from quantkit.templates import serve; serve({self._seconds})"
+            )
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],
                 stdin=subprocess.PIPE,
@@ -103,8 +108,8 @@ atexit.register(_renderer.close)
 # ------------------------------------------------------------------------------------------ in its process
 
 
-def serve() -> None:
-    """Answer lines of JSON on stdin until it ends."""
+def serve(seconds: int) -> None:
+    """Answer lines of JSON on stdin until it ends, each with so many seconds of computing."""
     import resource
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the command decides what ends
@@ -114,7 +119,7 @@ def serve() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY,) * 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # nobody handles SIGPROF: it ends the process, whatever that does
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # nobody handles SIGPROF: it ends the process, whatever that does
         try:
             answer = {"text": render_one(json.loads(line))}
             if len(answer["text"]) > MAX_TEXT:
@@ -129,7 +134,9 @@ def serve() -> None:
 def _transformers_rendering() -> Any:
     from datetime import datetime
 
-    from transformers.utils import chat_template_utils as utils
+    import transformers.utils.chat_template_utils
+
+    utils: Any = transformers.utils.chat_template_utils
 
     class Fixed(datetime):
         @classmethod
@@ -139,12 +146,12 @@ def _transformers_rendering() -> Any:
     utils.datetime = Fixed  # templates that print the date would give other samples and prompts every day
 
     def render_one(wanted: Mapping[str, Any]) -> str:
-        texts, _ = utils.render_jinja_template(
+        rendered = utils.render_jinja_template(
             conversations=[wanted["messages"]],
             chat_template=wanted["template"],
             add_generation_prompt=wanted["generate"],
             **wanted["tokens"],
         )
-        return str(texts[0])
+        return str(rendered[0][0])  # texts, and indices that nobody asked for
 
     return render_one

@@ -91,7 +91,7 @@ LAYERS = (
     "spec console",
     "archs outdir",
     "recipe rope checkpoint",
-    "memory operators",
+    "memory operators templates",
     "crosscheck",
     "plan chat_template compare acceptance",
     "companions calibrate",

@@ -113,7 +113,8 @@ def connect(
         url = url.rstrip("/") + "/v1"
     probe = Endpoint(url, model, timeout_s)
     try:
-        served = {row.id: row for row in probe.client.models.list().data if isinstance(row.id, str)}
+        rows: list[Any] = list(probe.client.models.list().data)  # the client does not check their form
+        served = {row.id: row for row in rows if isinstance(row.id, str)}
     except openai.APIConnectionError as error:
         raise InputError(
             f"{probe.shown} does not answer: {error.__cause__ or error}",

@@ -7,6 +7,7 @@ up to a bound, in the order of the source, so that a data set of any size costs 
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,8 +127,10 @@ def _local_rows(path: Path) -> Iterator[Mapping[str, Any]]:
     import datasets
 
     extra = {"sample_by": "paragraph"} if builder == "text" else {}
+    options = {"data_files": str(path), "split": "train", "streaming": True, **extra}
     try:
-        yield from datasets.load_dataset(builder, data_files=str(path), split="train", streaming=True, **extra)
+        with tempfile.TemporaryDirectory(prefix="quantkit-") as cache:  # not in the user's home, which may be read-only
+            yield from datasets.load_dataset(builder, cache_dir=cache, **options)
     except Exception as error:  # the library raises what its readers raise: pyarrow, json, unicode errors
         raise InputError(f"{path} cannot be read as {builder}: {first_line(error)}", "check the file") from error
 

@@ -22,6 +22,7 @@ from quantkit.compare.verdict import checks, number
 from quantkit.errors import InputError
 from quantkit.spec.baseline import Baseline, read_outside, read_rows
 from quantkit.spec.baseline import Sequence as Tokens
+from quantkit.spec.baseline_checks import lacks
 
 Decode = Callable[[Sequence[int], int], Sequence[int]]
 """(prompt ids, number of new tokens) -> the candidate's own greedy continuation with a cache."""
@@ -50,7 +51,7 @@ def compare(
         advance: told the tokens of every sequence that was run.
 
     Raises:
-        InputError: the candidate has another number of layers.
+        InputError: the candidate has another number of layers, or the baseline does not fit it or itself.
     """
     prefix, modules = decoder_layers(subject.arch, subject.model)
     if len(modules) != baseline.layers:
@@ -58,6 +59,8 @@ def compare(
             f"the candidate has {len(modules)} layers, the baseline's source {baseline.layers}",
             "compare a candidate with a baseline of its own source",
         )
+    if problems := lacks(baseline):
+        raise InputError(f"{folder} lacks what a comparison needs", "make the baseline again", items=problems)
     rows, layers = Kept(**read_rows(folder, baseline)), read_layers(folder, baseline)
     _check_sizes(baseline, rows, layers, subject)
     measurement = Measurement(subject, baseline, rows, layers, advance)

@@ -32,6 +32,7 @@ from quantkit.spec.baseline import BASELINE_NAME
 from quantkit.spec.calibration import file_sha256
 from quantkit.spec.document import Strict, problems_of
 from quantkit.spec.environment import Environment
+from quantkit.spec.files import is_inside, read_whole
 from quantkit.spec.manifest import COMPARISON_NAME
 
 
@@ -172,7 +173,7 @@ def read_saved(folder: Path) -> Saved:
     path = folder / COMPARISON_NAME
     again = f"run `quantkit-runtime compare BASELINE {folder} --save` again"
     try:
-        raw = path.read_bytes()
+        raw = read_whole(path)
         saved = Saved.model_validate_json(raw)
     except FileNotFoundError as error:
         raise UsageError(
@@ -185,8 +186,10 @@ def read_saved(folder: Path) -> Saved:
         raise InputError(f"{path} is no saved comparison", again, items=problems_of(error)) from error
     if raw != saved.sealed() or not saved.environment.intact:
         raise InputError(f"{path} was changed or damaged since it was written", again)
-    unknown = [name for name in saved.figures if name.partition(" ")[0] not in TOLERANCES]
-    if unknown or Path(saved.baseline).name != saved.baseline:
+    unknown = [
+        name for name, figure in saved.figures.items() if name.partition(" ")[0] not in TOLERANCES or figure.tokens < 0
+    ]
+    if unknown or "/" in saved.baseline or not is_inside(saved.baseline):
         raise InputError(f"{path} is of another version of quantkit", again, items=unknown)
     return saved
 

@@ -31,6 +31,7 @@ from quantkit.errors import QuantkitError
 from quantkit.host import versions
 from quantkit.outdir import OutputFolder
 from quantkit.recipe import Recipe
+from quantkit.spec.files import read_whole
 from quantkit.threads import one_thread_per_operation
 
 _JOURNAL = "journal"
@@ -159,11 +160,11 @@ def _check_space(rest: list[Job], out: Path) -> None:
 def _recall(journal: Path, out: Path, job: Job) -> Done | None:
     """The result of a unit that an earlier run finished."""
     try:
-        raw = json.loads((journal / _entry_name(job)).read_bytes())
-    except (OSError, ValueError):
+        raw = json.loads(read_whole(journal / _entry_name(job)))
+        written = tuple(WrittenTensor(**row) for row in raw["tensors"])
+        done = Done(raw["name"], raw["size"], raw["sha256"], written, raw.get("versions"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # damaged: it is done again
         return None
-    written = tuple(WrittenTensor(**row) for row in raw["tensors"])
-    done = Done(raw["name"], raw["size"], raw["sha256"], written, raw.get("versions"))
     if job.hashed:
         return done
     path = out / done.name

@@ -6,7 +6,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from quantkit.errors import InputError
 from quantkit.outdir import WORK_NAME
+from quantkit.spec.files import leads_out
 from quantkit.spec.manifest import (
     BESIDE,
     CHECKPOINT_NAME,
@@ -40,6 +42,10 @@ def split_files(root: Path, converted: frozenset[str]) -> tuple[tuple[str, ...],
 
     Args:
         converted: names that the conversion reads or generates itself.
+
+    Raises:
+        InputError: links that lead out of the folder: what they lead to was not published with the model, and its
+            content would be passed on with the output.
     """
     copies: list[str] = []
     dropped: list[Dropped] = []
@@ -51,11 +57,17 @@ def split_files(root: Path, converted: frozenset[str]) -> tuple[tuple[str, ...],
             dropped.append(Dropped(name=name, rule=rule))
         else:
             copies.append(name)
+    if outside := [f"{name} -> {(root / name).resolve()}" for name in copies if leads_out(root, root / name)]:
+        raise InputError(
+            f"{root} has links that lead out of it, and what they lead to would be copied",
+            "put the files themselves there if they belong to the model, else remove the links",
+            items=outside,
+        )
     return tuple(copies), tuple(dropped)
 
 
 def _walk(root: Path) -> Iterator[str]:
-    """All files below `root`; links to files are followed (cached downloads are links), links to folders are named."""
+    """All files below `root`, links to files among them (cached downloads are links); links to folders are named."""
     for folder, subfolders, files in os.walk(root):
         here = Path(folder).relative_to(root)
         for name in list(subfolders):

@@ -24,6 +24,7 @@ from quantkit.convert.signing import verifier
 from quantkit.convert.verify_source import check_source, recorded_roles
 from quantkit.errors import QuantkitError
 from quantkit.outdir import WORK_NAME
+from quantkit.spec.files import read_whole
 from quantkit.spec.index import INDEX_NAME, open_checkpoint, read_json
 from quantkit.spec.manifest import SIGNATURE_NAME, Manifest, OutputFile, TensorRecord, manifest_path, read_manifest
 from quantkit.spec.tensorfile import read_header
@@ -176,7 +177,7 @@ def _options(folder: Path, manifest: Manifest) -> tuple[int, list[str], str]:
     if not path.is_file():
         return 0, [], f"{WORK_NAME} is not there"
     # the bytes, not the parsed value: a changed byte between two values would not change the options
-    same = hashlib.sha256(path.read_bytes()).hexdigest() == manifest.options_digest
+    same = hashlib.sha256(read_whole(path)).hexdigest() == manifest.options_digest
     return 1, [] if same else [f"{path.relative_to(folder)}: not the options of this conversion"], ""
 
 

@@ -259,7 +259,7 @@ def read_next_logprobs(folder: Path, baseline: Baseline) -> dict[str, list[float
     """
     path = folder / LOGPROBS_NAME
     header = read_header(path)
-    if problems := row_problems(baseline, header):
+    if problems := row_problems(baseline, header, ["next_logprob"]):
         raise _misfit(path, problems)
     fd = open_regular(path)
     try:

@@ -7,6 +7,7 @@ software differ in `environments` alone, which `digest` leaves out: it is the sa
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from quantkit.errors import InputError
 from quantkit.spec.document import Strict, problems_of
 from quantkit.spec.environment import Environment
-from quantkit.spec.files import open_bounded
+from quantkit.spec.files import MAX_JSON_BYTES, open_bounded
 from quantkit.spec.manifest_checks import contradictions, outside_names
 from quantkit.spec.mesh import Mesh
 from quantkit.spec.transform import Step
@@ -232,6 +233,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 _CHUNK = 1 << 18
+_LONGEST_RECORD = 1 << 25  # bytes; one that is fused of a thousand experts takes 100,000
 _FIRST, _BETWEEN, _LAST = b'"tensors": [', b'}, {"alias": ', b'], "tied_embeddings": '
 """What stands before, between and after records in canonical JSON. A quote that is not escaped stands in no string, so
 neither name nor value can look like these."""
@@ -246,22 +248,32 @@ def _parse(file: BinaryIO) -> Manifest:
 
     Raises:
         ValidationError: it is none; the whole text is parsed then, so that places in it are named right.
+        OSError: it is none, and too large for that.
     """
     try:
         return _streamed(file)
-    except ValidationError:
+    except (ValidationError, _NoPieces):
         file.seek(0)
-        return Manifest.model_validate_json(file.read())
+        raw = file.read(MAX_JSON_BYTES + 1)
+        if len(raw) > MAX_JSON_BYTES:
+            raise OSError(errno.EINVAL, "It is no manifest of quantkit") from None
+        return Manifest.model_validate_json(raw)
+
+
+class _NoPieces(Exception):
+    """A text that is not in canonical form, so that it cannot be cut into records."""
 
 
 def _streamed(file: BinaryIO) -> Manifest:
-    text = b""
-    while _FIRST not in text:
+    head, found = bytearray(), -1
+    while found < 0:
         piece = file.read(_CHUNK)
-        text += piece
-        if not piece:
-            return Manifest.model_validate_json(text)
-    head, _, text = text.partition(_FIRST)
+        if not piece or len(head) > MAX_JSON_BYTES:
+            raise _NoPieces
+        head += piece
+        found = head.find(_FIRST, max(0, len(head) - len(piece) - len(_FIRST)))
+    text = bytes(head[found + len(_FIRST) :])
+    del head[found:]
     records: list[TensorRecord] = []
     seen: dict[object, object] = {}
     while _LAST not in text:
@@ -269,13 +281,15 @@ def _streamed(file: BinaryIO) -> Manifest:
         if cut:
             records += _records(text[:cut], seen)
             text = text[cut:].removeprefix(b", ")
+        elif len(text) > _LONGEST_RECORD:
+            raise _NoPieces
         piece = file.read(_CHUNK)
         text += piece
         if not piece:
             break
     end, last, rest = text.partition(_LAST)
     records += _records(end, seen)
-    manifest = Manifest.model_validate_json(head + _FIRST + last + rest + file.read())
+    manifest = Manifest.model_validate_json(bytes(head) + _FIRST + last + rest + file.read())
     return manifest.model_copy(update={"tensors": tuple(records)})
 
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.convert.run import convert
+from quantkit.errors import InputError
 from quantkit.recipe import Recipe, Rule
 from tests.convert.helpers import assert_int8, ref_int8, tensors, tree
 
@@ -129,15 +130,15 @@ def test_files_beside_the_weights(tmp_path: Path, tiny: Callable[[str], Path], w
     shutil.copytree(tiny("llama"), source)
     (source / "code").mkdir()
     (source / "code/模型 [v1].py").write_text("pass")
-    (source / "tokenizer.json").symlink_to(tmp_path / "blob")
-    (tmp_path / "blob").write_text("{}")
+    (source / "tokenizer.json").symlink_to("code/blob")
+    (source / "code/blob").write_text("{}")
     for name in ("pytorch_model.bin", "model-q4.gguf", "consolidated.safetensors"):
         (source / name).write_bytes(b"other weights")
     (source / ".cache").mkdir()
     (source / ".cache/x").write_text("x")
     manifest = convert(source, tmp_path / "out", w8a8, jobs=1)
     result = tree(tmp_path / "out")
-    assert {"code/模型 [v1].py", "tokenizer.json", "generation_config.json"} <= result.keys()
+    assert {"code/模型 [v1].py", "code/blob", "tokenizer.json", "generation_config.json"} <= result.keys()
     assert not (tmp_path / "out/tokenizer.json").is_symlink()
     assert {row.name: row.rule for row in manifest.dropped} == {
         "pytorch_model.bin": "weights in another format",
@@ -145,6 +146,17 @@ def test_files_beside_the_weights(tmp_path: Path, tiny: Callable[[str], Path], w
         "consolidated.safetensors": "weights that the index does not name",
         ".cache/": "hidden folder",
     }
+
+
+def test_a_link_that_leads_out_is_not_copied(tmp_path: Path, tiny: Callable[[str], Path], w8a8: Recipe) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(tiny("llama"), source)
+    (tmp_path / "secret").write_text("of somebody else")
+    (source / "NOTICE").symlink_to("../secret")
+    with pytest.raises(InputError, match="links that lead out") as refused:
+        convert(source, tmp_path / "out", w8a8, jobs=1)
+    assert refused.value.items == (f"NOTICE -> {tmp_path / 'secret'}",)
+    assert not (tmp_path / "out").exists()
 
 
 def test_shards_and_index(minimax: Path, tmp_path: Path, w8a8: Recipe) -> None:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from quantkit.calibrate.run import make_plan, run_plan
@@ -14,6 +15,7 @@ from quantkit.convert.run import convert
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.report import calibration as report
 from quantkit.spec.mesh import Mesh
+from quantkit_instruments.cli import main as runtime
 from tests.baseline.helpers import make_baseline, with_tokenizer
 from tests.checkpoint.native import CONFIGS
 from tests.checkpoint.test_source_formats import pack
@@ -31,7 +33,8 @@ def make(root: Path) -> Path:
     """The corpus in `root`, made unless it is there.
 
     `model` (two files and an index, tokenizer, generation config), `family-NAME`, `int8` (checkpoint), `shards` (of two
-    ranks), `calibration`, `baseline`.
+    ranks), `calibration`, `baseline`,
+    `compared` (unquantized, with a saved comparison).
     """
     if (root / "done").is_file():
         return root
@@ -51,6 +54,10 @@ def make(root: Path) -> Path:
     convert(model, root / "shards", load_recipe("w8a8"), form="sharded", mesh=Mesh(tp=2, ep=2), jobs=1)
     convert(model, root / "one", load_recipe("w8a8"), form="sharded", jobs=1)
     make_baseline(model, root / "baseline")
+    convert(model, root / "compared", load_recipe("bf16"), jobs=1)
+    done = CliRunner().invoke(runtime, ["compare", str(root / "baseline"), str(root / "compared"), "--save"])
+    if done.exit_code:
+        raise RuntimeError(done.output) from done.exception
     (root / "done").write_text("")
     return root
 

@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,8 +30,13 @@ MAX_ADDRESS_SPACE = 8 * GIB
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _NEVER = ("/etc/passwd", "/etc/shadow", "/dev/zero")
-_MAY_BE_WRITTEN = ("/dev/null", "/proc/self/", str(Path.home() / ".cache/huggingface"))
-"""The last: the `datasets` library notes there what it reads."""
+_MAY_BE_WRITTEN = (
+    "/dev/null",
+    "/proc/self/",
+    str(Path.home() / ".cache/huggingface"),
+    f"{tempfile.gettempdir()}/quantkit-",
+)
+"""The last two: where the `datasets` library notes what it reads."""
 _CHANGES = frozenset({"os.remove", "os.rmdir", "os.mkdir", "os.rename", "os.symlink", "os.link", "os.truncate"})
 _FORBIDDEN = frozenset({"pickle.find_class", "marshal.load", "os.system", "os.exec", "os.posix_spawn"})
 _PROCESSES = frozenset({"subprocess.Popen", "os.fork"})

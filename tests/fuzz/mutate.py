@@ -331,7 +331,7 @@ _JINJA = (
     "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
     "{{ 'x' * 10**10 }}",
     "{{ ('x' * 10**8) * 10**2 }}",
-    "{{ 10 ** 10 ** 8 }}",
+    "{{ 10 ** (10 ** 8) }}",
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ messages.append(messages) }}",

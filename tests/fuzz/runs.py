@@ -34,9 +34,18 @@ GRACE_S = 60
 
 
 def parsers() -> dict[str, Parser]:
+    """All parsers by name."""
     from tests.fuzz.server import PARSERS as SERVER_PARSERS
 
     return {**FILE_PARSERS, **SERVER_PARSERS}
+
+
+def _named(names: Sequence[str]) -> dict[str, Parser]:
+    """The parsers of these names, those of the fuzzer's own test among them."""
+    from tests.fuzz.fatal import PARSERS as FATAL_PARSERS
+
+    known = {**parsers(), **FATAL_PARSERS}
+    return {name: known[name] for name in names}
 
 
 def case(name: str, parser: Parser, seed: int, workspace: Path, corpus: Path) -> Finding | None:
@@ -92,7 +101,7 @@ def _work(pipe: Connection, names: Sequence[str], numbers: range, workspace: Pat
     torch.set_num_threads(1)
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         os.dup2(nowhere.fileno(), 2)
-        known = parsers()
+        known = _named(names)
         turns = _turns(names, known, by_share=bool(until))
         for number in numbers:
             if until and time.time() > until:
@@ -150,8 +159,8 @@ def session(
         minutes: 0: `cases` of each parser.
         result: JSON file for what was run and found.
     """
-    known = parsers()
-    names = list(names) or list(known)
+    names = list(names) or list(parsers())
+    known = _named(names)
     files.make(folder / "corpus")
     begun = time.time()
     until = begun + 60 * minutes if minutes else 0.0

@@ -25,15 +25,16 @@ from quantkit.checkpoint.reader import Source
 from quantkit.cli import main as quantkit
 from quantkit.compare.companions import tokenizer_record
 from quantkit.compare.limits import load_limits
+from quantkit.compare.saved import Saved, read_saved
 from quantkit.ladder.rungs import load_rungs
 from quantkit.recipe import load_recipe
 from quantkit.spec.baseline import read_baseline, sequences_digest
 from quantkit.spec.calibration import read_summary
-from quantkit.spec.manifest import Manifest, manifest_bytes, manifest_path, read_manifest
+from quantkit.spec.manifest import COMPARISON_NAME, Manifest, manifest_bytes, manifest_path, read_manifest
 from quantkit.spec.tensorfile import read_header, read_tensors
 from quantkit_instruments.cli import main as runtime
+from quantkit_instruments.tokenizer import read_prompts
 from quantkit_runtime.kernels import tuning
-from quantkit_runtime.tokenizer import read_prompts
 from tests.fuzz import corpus as files
 from tests.fuzz import mutate
 from tests.fuzz.guard import Limits
@@ -337,6 +338,22 @@ def baseline(case: Case) -> Callable[[], object]:
     return choose(case, lambda: read_baseline(folder), compare, compare)
 
 
+def comparison(case: Case) -> Callable[[], object]:
+    """What `compare --save` keeps and `regress` reads."""
+    folder = case.copy("compared")
+    path = folder / COMPARISON_NAME
+    if case.rng.random() < 0.4:
+        change(case, path, mutate.json_bytes)
+    else:
+        value = mutate.same_types(case.rng, json.loads(path.read_text()))
+        try:
+            files.replace(path, Saved.model_validate_json(json.dumps(value)).sealed())
+        except (ValidationError, ValueError):
+            files.replace(path, json.dumps(value).encode())
+    regress = lambda: run(runtime, "regress", folder, "--baseline", case.corpus / "baseline")  # noqa: E731
+    return choose(case, lambda: read_saved(folder), lambda: run(runtime, "regress", folder), regress)
+
+
 def _with_sequences_sealed(value: Any) -> bytes:
     from quantkit.spec.baseline import Baseline
 
@@ -493,6 +510,7 @@ PARSERS: dict[str, Parser] = {
     "manifest": Parser(manifest, _SLOW, share=4),
     "calibration": Parser(calibration, _SLOW),
     "baseline": Parser(baseline, _SLOW),
+    "comparison": Parser(comparison, _SLOW, share=1),
     "work": Parser(work, _SLOW),
     "signature": Parser(signature, share=1),
     "texts": Parser(texts, _SLOW),

@@ -256,7 +256,8 @@ def test_usual_templates_pass(good: str, tmp_path: Path) -> None:
 def test_rendering_equals_that_of_transformers() -> None:
     from transformers import AutoTokenizer
 
-    from quantkit.chat_template import _TWO_TURNS, find_templates, render
+    from quantkit.chat_template import _TWO_TURNS, find_templates
+    from quantkit.templates import render
 
     raw = json.loads((MODEL / "tokenizer_config.json").read_text())
     text = find_templates(MODEL, raw)[0]["default"]

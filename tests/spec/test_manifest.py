@@ -170,3 +170,16 @@ def test_a_manifest_that_ends_early_is_refused(tmp_path: Path) -> None:
         path.write_bytes(raw[:stop])
         with pytest.raises(InputError, match="is not a quantkit manifest"):
             read_manifest(path)
+
+
+def test_a_text_without_records_is_not_read_whole_beyond_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A megabyte here, gigabytes there: no boundary of records, so nothing could be parsed piece by piece."""
+    monkeypatch.setattr(manifest_module, "MAX_JSON_BYTES", 2**20)
+    monkeypatch.setattr(manifest_module, "_LONGEST_RECORD", 2**19)
+    path = tmp_path / "manifest.json"
+    for text in (b'{"dropped": ["' + b"x" * 2**21 + b'"]}', b'{"tensors": [{' + b"x" * 2**21):
+        path.write_bytes(text)
+        with pytest.raises(InputError, match="no manifest of quantkit"):
+            read_manifest(path)

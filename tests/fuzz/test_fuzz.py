@@ -1,0 +1,126 @@
+"""A few cases of every parser, with the seeds that once found something; `make fuzz` runs them for an hour.
+
+A finding prints the command that reproduces it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from quantkit.errors import InputError
+from tests.fuzz import corpus as files
+from tests.fuzz import mutate, runs
+from tests.fuzz.guard import GIB, Finding, Limits, run_case
+from tests.fuzz.mutate import BAIT
+
+CASES = 6
+FOUND: dict[str, tuple[int, ...]] = {
+    "index": (7,),
+    "checkpoint": (27,),
+    "manifest": (982,),
+    "baseline": (4, 9, 10, 16, 33, 44, 47),
+    "work": (18,),
+    "tokenizer": (21, 1032),
+    "endpoint": (2, 5, 6),
+}
+"""Seeds of cases that ended with a traceback when they were run first."""
+
+PARSERS = runs.parsers()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return files.make(tmp_path_factory.mktemp("fuzz") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def workspace(corpus: Path) -> Path:
+    return files.workspace(corpus.parent / "cases", corpus)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Libraries warn about damaged files."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", PARSERS)
+def test_damaged_input_is_read_or_refused(name: str, workspace: Path, corpus: Path) -> None:
+    for seed in (*range(CASES), *FOUND.get(name, ())):
+        found = runs.case(name, PARSERS[name], seed, workspace, corpus)
+        assert found is None, f"python -m tests.fuzz {name} --seed {seed}\n{found.kind}: {found.detail}"
+
+
+# ------------------------------------------------------------------------------------------- the fuzzer itself
+
+
+def watched(workspace: Path, case: object, **limits: float) -> Finding | None:
+    folder = workspace / "own"
+    folder.mkdir(exist_ok=True)
+    return run_case("x", 0, folder, case, Limits(**limits))  # type: ignore[arg-type]
+
+
+def refuse() -> None:
+    raise InputError("a broken file")
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def test_what_is_allowed(workspace: Path) -> None:
+    assert watched(workspace, lambda: None) is None
+    assert watched(workspace, refuse) is None
+    assert watched(workspace, lambda: (workspace / "own" / "new").write_text("x")) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "case", "limits"),
+    [
+        ("exception", lambda _: {}["key"], {}),
+        ("exception", lambda _: exec("raise SystemExit"), {}),
+        ("time", lambda _: spin(), {"cpu_s": 0.3}),
+        ("memory", lambda _: bytearray(2**26), {"memory": 2**25}),
+        ("exception", lambda _: bytearray(64 * GIB), {}),
+        ("escape", lambda root: (root / BAIT / "config.json").read_text(), {}),
+        ("escape", lambda root: (root / "own/../bait/config.json").read_text(), {}),
+        ("escape", lambda root: (root / "elsewhere").write_text("x"), {}),
+        ("escape", lambda root: exec(compile("x = 1", str(root / "own" / "code.py"), "exec"), {}), {}),
+        ("escape", lambda _: __import__("pickle").loads(b"cbuiltins\nlist\n."), {}),
+        ("escape", lambda _: __import__("subprocess").run(["true"], check=True), {}),
+    ],
+)
+def test_what_is_a_finding(kind: str, case: object, limits: dict[str, float], workspace: Path) -> None:
+    found = watched(workspace, lambda: case(workspace), **limits)  # type: ignore[operator]
+    assert found is not None
+    assert found.kind == kind
+
+
+def test_a_case_is_its_seed(corpus: Path) -> None:
+    raw = (corpus / "model" / "config.json").read_bytes()
+    for how in (mutate.json_bytes, mutate.damaged):
+        made = [[how(Random(f"x {seed}"), raw) for seed in range(50)] for _ in range(2)]
+        assert made[0] == made[1]
+        assert len(set(made[0])) > 40
+
+
+def test_dead_and_hanging_processes_are_findings(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "corpus").symlink_to(corpus)
+    monkeypatch.setattr(runs, "GRACE_S", 1)
+    result = tmp_path / "result.json"
+    assert runs.session(["dies", "hangs", "expert_map"], tmp_path, cases=1, result=result) == 1
+    found = json.loads(result.read_text())
+    assert {(row["parser"], row["kind"]) for row in found["findings"]} == {("dies", "process"), ("hangs", "process")}
+    assert found["parsers"]["expert_map"] == {"cases": 1, "findings": 0} | {
+        "seconds": found["parsers"]["expert_map"]["seconds"]
+    }
