@@ -79,6 +79,9 @@ def test_a_rule_that_matches_nothing_is_reported() -> None:
         ("[1, 2]", "mapping"),
         ("a: [", "not YAML"),
         ("!!python/object/apply:os.system [true]", "not YAML"),
+        ("name: a\ndescription: b\nrules: []\n'rules': []", "'rules' stands twice, in lines 3 and 4"),
+        ("{name: a, description: b, calibration: {samples: 1, seed: 2, samples: 3}}", "'samples' stands twice"),
+        ("{name: a, description: b, rules: [{match: a, scheme: keep, reason: c, match: b}]}", "'match' stands twice"),
     ],
 )
 def test_bad_recipes_are_refused_with_the_offender(text: str, wanted: str) -> None:
@@ -86,6 +89,14 @@ def test_bad_recipes_are_refused_with_the_offender(text: str, wanted: str) -> No
         parse_recipe(text, "mine.yaml")
     assert wanted in str(caught.value)
     assert "mine.yaml" in str(caught.value)
+
+
+def test_what_is_merged_in_may_be_written_over() -> None:
+    """YAML's `<<` repeats keys on purpose, also through an alias that is used more than once."""
+    rules = "[&one {match: a, scheme: keep, reason: c}, &two {<<: *one, match: b}, {<<: *two, match: d}, *two]"
+    recipe = parse_recipe(f"{{name: a, description: b, rules: {rules}}}", "mine.yaml")
+    assert [rule.match for rule in recipe.rules] == ["a", "b", "d", "b"]
+    assert {rule.reason for rule in recipe.rules} == {"c"}
 
 
 def test_every_problem_of_a_recipe_is_listed_at_once() -> None:

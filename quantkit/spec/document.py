@@ -48,19 +48,41 @@ def parse_yaml(text: str) -> Any:
     """What a YAML document holds.
 
     Raises:
-        ValueError: it is not YAML, or a few lines of it stand for more values than anybody wrote: by aliases of
-            aliases, or one that holds itself.
+        ValueError: it is not YAML, a key stands twice in a mapping, or a few lines of it stand for more values than
+            anybody wrote: by aliases of aliases, or one that holds itself.
     """
     import yaml
 
     try:
-        found = yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        try:
+            node = loader.get_single_node()
+            _each_key_once(node, set())
+            found = None if node is None else loader.construct_document(node)
+        finally:
+            loader.dispose()
         _written_out(found, {})
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(str(error)) from error
     except (TypeError, AttributeError) as error:  # a tag on a value of another kind, which the package does not check
         raise ValueError(f"a value does not fit its tag ({error})") from error
     return found
+
+
+def _each_key_once(node: Any, known: set[int]) -> None:
+    """Refuse a mapping that names a key twice, of which the package would silently keep the last; merges may repeat."""
+    if id(node) in known or not isinstance(getattr(node, "value", None), list):
+        return
+    known.add(id(node))
+    lines: dict[tuple[str, str], int] = {}
+    for part in node.value:
+        key, value = part if isinstance(part, tuple) else (None, part)
+        if key is not None and isinstance(key.value, str) and key.value != "<<":
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if name in lines:
+                raise ValueError(f"the key {key.value!r} stands twice, in lines {lines[name]} and {line}")
+            lines[name] = line
+        _each_key_once(value, known)
 
 
 def _written_out(value: Any, known: dict[int, int]) -> int:

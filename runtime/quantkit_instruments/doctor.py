@@ -22,6 +22,7 @@ from quantkit.host import driver_versions, triton_version
 from quantkit.spec.manifest import manifest_path, read_manifest
 from quantkit_instruments.since import since
 from quantkit_runtime.device import card_arch
+from quantkit_runtime.loader import require_folder
 
 VENDORS = {"0x1002": "AMD", "0x1d94": "Hygon", "0x10de": "NVIDIA"}
 _DISPLAY, _ACCELERATOR = "0x03", "0x12"  # PCI base classes; processing accelerators are 0x12, and 0x0b40 on Hygon
@@ -53,7 +54,12 @@ def examine(folder: Path | None = None, root: Path = Path("/"), env: Mapping[str
         folder: a converted folder whose manifest is held against this machine.
         root: where `sys`, `proc` and `dev` lie.
         env: environment variables.
+
+    Raises:
+        InputError: there is no such folder.
     """
+    if folder is not None:
+        require_folder(folder)
     cards = _pci_cards(root)
     found = [*_torch(cards), *_driver(cards, root), *_cards(cards, env), *_tools(env), *_ecc(cards, root)]
     return [*found, *(_manifest(folder) if folder is not None else ())]

@@ -14,7 +14,7 @@ from quantkit.errors import InputError, UsageError
 from quantkit.host import versions
 from quantkit.spec.baseline import BASELINE_NAME
 from quantkit.spec.environment import Change, Environment, changes
-from quantkit.spec.manifest import manifest_path, read_manifest
+from quantkit.spec.manifest import COMPARISON_NAME, manifest_path, read_manifest
 from quantkit_instruments import compare
 from quantkit_runtime.loader import require_folder
 
@@ -82,6 +82,9 @@ def check_savable(folder: Path) -> None:
             f"--save: {folder} has no manifest, so that nothing identifies what was compared",
             "give a folder that `quantkit convert` wrote, or compare without --save",
         )
+    place = folder / COMPARISON_NAME
+    if place.exists() and not place.is_file():
+        raise UsageError(f"--save: {place} is in the way: it is no file", "move it away, or compare without --save")
     if not os.access(folder, os.W_OK):
         raise UsageError(f"--save: no right to write to {folder}", "compare a copy, or without --save")
 

@@ -216,6 +216,10 @@ def test_only_what_passed_and_can_be_identified_is_saved(empty: Path, source: Ma
     done = call("compare", empty / "baseline", source("llama"), "--save")
     assert done.exit_code == 2
     assert "has no manifest" in done.output
+    (empty / "out" / COMPARISON_NAME).mkdir()
+    done = compare(empty, "--save")
+    assert (done.exit_code, "is in the way" in done.output, "KL mean" in done.output) == (2, True, False), "at once"
+    (empty / "out" / COMPARISON_NAME).rmdir()
     (empty / "limits.yaml").write_text("int8: {kl_mean: 0.5}\n")
     assert compare(empty, "--save", "--limits", empty / "limits.yaml").exit_code == 0
     assert read_saved(empty / "out").limits.kl_mean == 0.5, "and a rerun keeps to them"

@@ -240,6 +240,9 @@ def test_doctor_holds_the_manifest_against_the_machine(converted: Converted, tmp
     found = doctor.examine(broken)
     assert doctor.exit_code(found) == 16
     assert doctor.exit_code(doctor.examine(tmp_path)) == 0  # a folder without manifest is a note
+    for wrong, what in ((tmp_path / "none", "does not exist"), (broken / "manifest.json", "is a file")):
+        code, _, err = run("doctor", wrong)
+        assert (code, what in err) == (3, True)
 
 
 def test_every_problem_has_a_code_of_its_own_and_the_help_lists_it() -> None:
