@@ -36,12 +36,14 @@ class Whole:
         record: any of them.
         places: expert (None when there is none) -> distinct boxes; replicas are left out.
         starts: first row of each part of a fused tensor.
+        sources: names that it was made of; one without elements has no boxes that would say so.
         rows: of one expert.
     """
 
     record: TensorRecord
     places: dict[int | None, dict[tuple[int, int, int, int], Place]] = field(default_factory=lambda: defaultdict(dict))
     starts: list[int] = field(default_factory=list)
+    sources: set[str] = field(default_factory=set)
 
     @property
     def rows(self) -> int:
@@ -54,6 +56,7 @@ class Whole:
         return self.record.global_shape[2 if is_stacked(self.record) else 1 :]
 
     def add(self, record: TensorRecord) -> None:
+        self.sources.update(record.sources)
         for box in boxes(record):
             self.places[box.expert].setdefault((box.start, box.stop, box.left, box.right), (box, record))
         row_dim = 1 if is_stacked(record) else 0
@@ -138,8 +141,7 @@ class ShardedSource(Source):
             record = whole.record
             if record.part not in ("weight", "bias") or (self.manifest.tied_embeddings and record.role == "lm_head"):
                 continue
-            sources = {source for place in whole.places.values() for _, row in place.values() for source in row.sources}
-            for source in sorted(sources):
+            for source in sorted(whole.sources):
                 key = self.arch.parse(source)
                 if key is None:
                     raise InputError(f"{self.root}: no rule knows the source tensor {source} of {name}")

@@ -223,5 +223,5 @@ def _manifest(folder: Path) -> Iterator[Finding]:
     if 0 < cards < manifest.mesh.world:
         yield Finding("manifest", f"made for {manifest.mesh.world} ranks, {cards} cards here", "start it on more nodes")
     yield Finding("manifest", f"{manifest.form}, {len(manifest.files)} files, quantkit {manifest.tool_version}")
-    for event in since(folder, manifest.environments):
+    for event in since(folder, manifest.environments, manifest.mesh.world):
         yield Finding("changed", event.line, event.command)

@@ -25,14 +25,17 @@ class Since(NamedTuple):
         return f"since {self.event}: {'; '.join(self.changed)}"
 
 
-def since(folder: Path, converted: Iterable[Environment]) -> list[Since]:
+def since(folder: Path, converted: Iterable[Environment], ranks: int = 1) -> list[Since]:
     """Events after which something changed; none where all is as it was.
 
     Args:
         converted: `Manifest.environments` of the folder.
+        ranks: that it was made for; a comparison is of one.
     """
     here = quoted(folder)
-    found = [Since("the conversion", _lines(converted), f"quantkit-runtime compare BASELINE {here} --save")]
+    merge, whole = (f"quantkit merge {here} -o WHOLE && ", "WHOLE") if ranks > 1 else ("", here)
+    command = f"{merge}quantkit-runtime compare BASELINE {whole} --save"
+    found = [Since("the conversion", _lines(converted), command)]
     try:
         saved = read_saved(folder)
     except UsageError:  # none was saved

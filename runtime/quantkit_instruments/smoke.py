@@ -209,7 +209,9 @@ def as_json(result: Result) -> dict[str, Any]:
             "files": len(loaded.checked.files),
             "bytes": loaded.checked.nbytes,
         },
-        "changed_since": [event._asdict() for event in since(loaded.files.root, loaded.files.environments)],
+        "changed_since": [
+            event._asdict() for event in since(loaded.files.root, loaded.files.environments, ranks.mesh.world)
+        ],
         "unused_tensors": list(loaded.unused),
         "memory": {
             "planned": {**dict(plan.rows()), "total": plan.total},

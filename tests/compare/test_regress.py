@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from quantkit.convert.run import convert
 from quantkit.host import versions
 from quantkit.recipe import load_recipe
 from quantkit.spec.manifest import COMPARISON_NAME, read_manifest
+from quantkit.spec.mesh import Mesh
 from quantkit.spec.tensorfile import read_header
 from quantkit_instruments.cli import main as runtime
 from quantkit_runtime.kernels import registry
@@ -161,6 +163,24 @@ def test_doctor_and_smoke_load_say_what_changed(empty: Path, monkeypatch: pytest
     report = json.loads(call("smoke-load", out, "--device", "cpu", "--max-new-tokens", 1, "--json").stdout)
     assert [row["event"] for row in report["changed_since"]] == ["the conversion", "the saved comparison"]
     assert {row["command"] for row in report["changed_since"]} == {f"quantkit-runtime regress {out}"}
+
+
+def test_shards_of_several_ranks_are_merged_to_be_compared(
+    empty: Path, source: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A comparison runs in one process, so the command that is shown makes one folder of them first."""
+    shards, whole = empty / "shards of 2", empty / "whole"
+    convert(source("llama"), shards, load_recipe("w8a8"), form="sharded", mesh=Mesh(tp=2), jobs=1)
+    before = versions()
+    monkeypatch.setattr("quantkit_instruments.since.versions", lambda: {**before, "torch": "9.0.0"})
+    found = json.loads(call("doctor", shards, "--json").stdout)["findings"][-1]["remedy"]
+    assert found == f"quantkit merge '{shards}' -o WHOLE && quantkit-runtime compare BASELINE WHOLE --save"
+    places = {"WHOLE": str(whole), "BASELINE": str(empty / "baseline")}
+    merging, comparing = (
+        [places.get(word, word) for word in shlex.split(command)[1:]] for command in found.split(" && ")
+    )
+    assert CliRunner().invoke(toolkit, merging).exit_code == 0
+    assert call(*comparing, "--device", "cpu").exit_code == 0
 
 
 # -------------------------------------------------------------------------------------------------- the saved file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -62,6 +63,23 @@ def test_gathering_gives_the_unsharded_model(
         merge(tmp_path / name, tmp_path / f"{name}-merged", jobs=1)
         for file in ("model.safetensors", "config.json"):
             assert filecmp.cmp(tmp_path / "whole" / file, tmp_path / f"{name}-merged" / file, shallow=False), name
+
+
+def test_tensors_without_elements_are_not_lost(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """No rank holds a part of them, and the merged checkpoint has them all the same."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny("llama"), model)
+    more = {"extra.none": torch.zeros(0, 5), "extra.narrow": torch.zeros(3, 0), "extra.scalar": torch.tensor(2.5)}
+    save_file(tensors(model) | more, model / "model.safetensors", metadata={"format": "pt"})
+    recipe = load_recipe("w8a8").model_copy(update={"roles": {"extra.**": "vision"}})
+    convert(model, tmp_path / "whole", recipe, jobs=1)
+    convert(model, tmp_path / "shards", recipe, form="sharded", mesh=Mesh(tp=2, pp=2), jobs=1)
+    merge(tmp_path / "shards", tmp_path / "merged", jobs=1)
+    assert filecmp.cmp(tmp_path / "whole/model.safetensors", tmp_path / "merged/model.safetensors", shallow=False)
+    found = tensors(tmp_path / "merged")
+    assert {name: found[name].shape for name in more} == {name: tensor.shape for name, tensor in more.items()}
+    report = verify(tmp_path / "merged", source=model)
+    assert report.passed, report.failures
 
 
 @pytest.mark.parametrize("name", MESHES)
