@@ -24,6 +24,11 @@ TEMPORARY_SUFFIX = ".quantkit-tmp"
 Chunk = bytes | bytearray | memoryview
 
 
+def temporary_name(name: str) -> str:
+    """What a file is called until it is whole."""
+    return f".{name}{TEMPORARY_SUFFIX}"
+
+
 @dataclass(frozen=True)
 class WrittenFile:
     """A finished file: size in bytes and sha256 as hex."""
@@ -51,7 +56,7 @@ def write_atomic(path: Path, chunks: Iterable[Chunk], *, durable: bool = True) -
     Raises:
         QuantkitError: the disk is full, or writing failed otherwise; `path` then is as it was before.
     """
-    temporary = path.with_name(f".{path.name}{TEMPORARY_SUFFIX}")
+    temporary = path.with_name(temporary_name(path.name))
     digest, size = hashlib.sha256(), 0
     try:
         with _failures(path):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from quantkit.checkpoint.writer import TEMPORARY_SUFFIX, temporary_name
 from quantkit.errors import InputError
 from quantkit.outdir import WORK_NAME
 from quantkit.spec.files import leads_out
@@ -90,6 +91,8 @@ def _rule(root: Path, name: str) -> str:
         return "signature of the source, not of what is made of it"
     if name == COMPARISON_NAME:
         return "comparison of the source, not of what is made of it"
+    if name.endswith(TEMPORARY_SUFFIX):
+        return "left behind by a run that was killed"
     if not (root / name).is_file():
         return "not a readable file"
     return ""
@@ -105,6 +108,10 @@ def _is_manifest(path: Path) -> bool:
     return True
 
 
+BESIDE_THE_RESULT = (*BESIDE, *map(temporary_name, BESIDE))
+"""What says something about a finished folder, also where the run that wrote it was killed: the result is whole."""
+
+
 def is_ours(name: str) -> bool:
     """Whether a name in an output folder belongs to the machinery and not to the result."""
-    return name.split("/", 1)[0] == WORK_NAME or name in BESIDE
+    return name.split("/", 1)[0] == WORK_NAME or name in BESIDE_THE_RESULT

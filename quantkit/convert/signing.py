@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.writer import write_atomic
+from quantkit.convert.nonweights import BESIDE_THE_RESULT
 from quantkit.errors import InputError, UsageError
 from quantkit.outdir import WORK_NAME
-from quantkit.spec.manifest import BESIDE, SIGNATURE_NAME, manifest_path, read_manifest
+from quantkit.spec.manifest import SIGNATURE_NAME, manifest_path, read_manifest
 
 _GIT = frozenset({".gitattributes", ".gitignore"})
 """Left out of signatures by the package's convention; the signed manifest has their checksums."""
@@ -98,7 +99,7 @@ def _hashing(folder: Path) -> Any:
             items = [how.new_item(name, value) for name, value in digests.items()]
             return statement.Manifest(own.model_name, items, how)
 
-    return Recorded().set_ignored_paths(paths=[WORK_NAME, *BESIDE])
+    return Recorded().set_ignored_paths(paths=[WORK_NAME, *BESIDE_THE_RESULT])
 
 
 def _module(name: str) -> Any:

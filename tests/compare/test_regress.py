@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,6 +197,26 @@ def test_it_belongs_to_the_folder_and_to_nothing_made_of_it(folder: Path) -> Non
     assert not (folder / "again" / COMPARISON_NAME).exists()
     assert COMPARISON_NAME in {row.name for row in manifest.dropped}
     assert read_saved(folder / "out").candidate_digest == read_manifest(folder / "out/quantkit_manifest.json").digest
+
+
+def test_a_save_that_is_killed_leaves_the_last_one_and_the_folder_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, before = folder / "out", (folder / "out" / COMPARISON_NAME).read_bytes()
+    process = os.fork()
+    if process == 0:
+        monkeypatch.setattr(Path, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        compare(folder, "--save")
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+    assert [path.name for path in out.glob("*.quantkit-tmp")] == [f".{COMPARISON_NAME}.quantkit-tmp"]
+    assert (out / COMPARISON_NAME).read_bytes() == before
+    assert CliRunner().invoke(toolkit, ["verify", str(out)]).exit_code == 0
+    manifest = convert(out, folder / "again", load_recipe("w8a8"), jobs=1)
+    assert not list((folder / "again").glob(".*.quantkit-tmp"))
+    assert f".{COMPARISON_NAME}.quantkit-tmp" in {row.name for row in manifest.dropped}
+    (out / ".config.json.quantkit-tmp").touch()
+    assert CliRunner().invoke(toolkit, ["verify", str(out)]).exit_code == 4, "of anything else it is a finding"
 
 
 def test_another_candidate_or_baseline_is_refused(folder: Path, baseline_of: Make, source: Make) -> None:
