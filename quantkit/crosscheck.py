@@ -46,6 +46,7 @@ def cross_check(
 ) -> list[Problem]:
     """All disagreements between config and tensors, errors first."""
     found = [
+        *_numbers(dims),
         *_layers(dims, weights),
         *_head(dims, weights),
         *_shapes(arch, dims, weights),
@@ -64,6 +65,7 @@ def contradictions(source: Source) -> list[Problem]:
         for key, entry in source.entries.items()
     }
     found = [
+        *_numbers(source.dims),
         *_layers(source.dims, weights),
         *_shapes(arch, source.dims, weights),
         *_experts(arch, source.dims, weights),
@@ -73,6 +75,12 @@ def contradictions(source: Source) -> list[Problem]:
 
 def _error(what: str, remedy: str, items: Iterable[str] = ()) -> Problem:
     return Problem(level="error", what=what, remedy=remedy, items=tuple(items))
+
+
+def _numbers(dims: Dims) -> Iterator[Problem]:
+    """Sizes of the config that contradict one another."""
+    for what, remedy in dims.contradictions():
+        yield _error(what, remedy)
 
 
 def _layers(dims: Dims, weights: Mapping[Key, Weight]) -> Iterator[Problem]:
@@ -183,12 +191,7 @@ def _expected(arch: Architecture, dims: Dims, role: Role) -> Iterator[tuple[str,
 
 
 def _experts(arch: Architecture, dims: Dims, weights: Mapping[Key, Weight]) -> Iterator[Problem]:
-    """Each layer that has experts has all of them, in every role; a token is routed to no more than there are."""
-    if dims.experts_per_token > dims.experts > 0:
-        yield _error(
-            f"config.json routes each token to {dims.experts_per_token} of {dims.experts} experts",
-            "correct the number of experts, or of experts per token, in config.json",
-        )
+    """Each layer that has experts has all of them, in every role."""
     single: dict[tuple[int, str], set[int]] = defaultdict(set)
     counts: dict[int, list[str]] = defaultdict(list)
     for key, weight in weights.items():

@@ -28,6 +28,7 @@ class Dims:
         index_heads, index_head_dim: of the indexer of sparse attention.
         output_groups, output_lora_rank: groups of heads that the output projection first reduces, each to this width;
             0 where it is one matrix.
+        expert_groups, groups_per_token: groups that the router first chooses among; 0 without.
         streams: parallel residual streams; 0 and 1 are the usual single one.
         tied: the config says that lm_head is the embedding table (`Source.tied` knows what the tensors say).
     """
@@ -44,6 +45,8 @@ class Dims:
     shared_intermediate: int = 0
     experts: int = 0
     experts_per_token: int = 0
+    expert_groups: int = 0
+    groups_per_token: int = 0
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
@@ -89,6 +92,24 @@ class Dims:
         """Value of a `Role.unit`."""
         return int(getattr(self, unit))
 
+    def contradictions(self) -> list[tuple[str, str]]:
+        """(what, remedy) of sizes that no model has together, whatever its tensors are."""
+        found = []
+        if self.heads % self.kv_heads:
+            what = f"{self.heads} query heads cannot share {self.kv_heads} key and value heads"
+            found.append((what, "correct num_attention_heads or num_key_value_heads"))
+        if self.experts_per_token > self.experts > 0:
+            what = f"config.json routes each token to {self.experts_per_token} of {self.experts} experts"
+            found.append((what, "correct the number of experts, or of experts per token, in config.json"))
+        if self.experts and self.expert_groups:
+            if self.experts % self.expert_groups:
+                what = f"{self.experts} experts make no {self.expert_groups} equal groups"
+                found.append((what, "correct n_group or the number of experts in config.json"))
+            if self.groups_per_token > self.expert_groups:
+                what = f"config.json routes each token to {self.groups_per_token} of {self.expert_groups} groups"
+                found.append((what, "correct topk_group or n_group in config.json"))
+        return found
+
 
 DIM_KEYS: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers",),
@@ -100,6 +121,8 @@ DIM_KEYS: Mapping[str, tuple[str, ...]] = {
     "moe_intermediate": ("moe_intermediate_size",),
     "experts": ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
     "experts_per_token": ("num_experts_per_tok", "moe_k", "top_k_experts"),
+    "expert_groups": ("n_group",),
+    "groups_per_token": ("topk_group",),
     "q_lora_rank": ("q_lora_rank",),
     "kv_lora_rank": ("kv_lora_rank",),
     "qk_nope_head_dim": ("qk_nope_head_dim",),

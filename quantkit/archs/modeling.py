@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.archs.base import Architecture, Dims
+from quantkit.archs.base import Architecture, Dims, text_config
 from quantkit.archs.registry import architecture_for
 from quantkit.archs.roles import Key
 from quantkit.errors import InputError, first_line
@@ -29,12 +29,14 @@ def load_config(root: Path) -> Any:
     (`Architecture.class_of`) gets that one's config.
 
     Raises:
-        InputError: this transformers does not know the model type.
+        InputError: this transformers does not know the model type, or sizes contradict one another: those of the file,
+            and what transformers takes for what it lacks.
     """
     from transformers import AutoConfig
 
     raw = read_json(root / "config.json")
-    same_as = architecture_for(raw).class_of.get(str(raw.get("model_type")))
+    arch = architecture_for(raw)
+    same_as = arch.class_of.get(str(raw.get("model_type")))
     try:
         if same_as:
             known = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map")}
@@ -42,11 +44,16 @@ def load_config(root: Path) -> Any:
         else:
             config = AutoConfig.from_pretrained(root, trust_remote_code=False)
         config = config.get_text_config()
+        defaults = config.to_dict()
     except Exception as error:  # each config class has checks of its own, with whatever errors those raise
         raise InputError(
             f"transformers cannot read {root / 'config.json'}: {first_line(error)}",
             "install a transformers that knows this model type, or correct the config",
         ) from error
+    given = {key: value for key, value in text_config(raw).items() if value is not None}
+    if wrong := arch.dims({**defaults, **given}).contradictions():
+        items = [f"{what}: {remedy}" for what, remedy in wrong]
+        raise InputError(f"{root / 'config.json'}: its sizes make no model", "correct config.json", items=items)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config

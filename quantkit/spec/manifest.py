@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from quantkit.errors import InputError
+from quantkit.errors import InputError, UsageError
 from quantkit.spec.document import Strict, problems_of
 from quantkit.spec.environment import Environment
 from quantkit.spec.files import MAX_JSON_BYTES, open_bounded
@@ -223,6 +223,8 @@ def read_manifest(path: Path) -> Manifest:
         raise InputError(f"{path}: {error.strerror or error}", "run `quantkit convert` again") from error
     except ValidationError as error:
         raise InputError(f"{path} is not a quantkit manifest", "convert again", items=problems_of(error)) from error
+    except UsageError as error:  # a mesh beyond all bounds: nobody asked for it here
+        raise InputError(f"{path} is not a quantkit manifest", "convert again", items=[error.message]) from error
     if not canonical:
         raise InputError(f"{path} was changed or damaged since it was written", "copy it again, or convert again")
     if outside := outside_names(manifest):

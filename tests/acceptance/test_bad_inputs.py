@@ -70,6 +70,7 @@ def test_size_that_is_no_size(command: str, key: str, value: Any, source: Path, 
         ("num_attention_heads", 3, "config.json says 96"),
         ("num_local_experts", 15, "15 experts"),
         ("num_experts_per_tok", 17, "17 of 16 experts"),
+        ("num_key_value_heads", 3, "share 3 key"),
         ("num_experts_per_tok", 0, "0 of 16 experts"),
     ],
 )
@@ -81,6 +82,15 @@ def test_config_of_another_model(command: str, key: str, value: int, words: str,
     refused(result, 3, words)
     assert result.stderr.count("problems:") + result.stderr.count("problem:") <= 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("values", [{"num_experts_per_tok": 17}, {"num_key_value_heads": 3}])
+def test_sizes_that_contradict_one_another_where_a_model_runs(
+    values: dict[str, int], source: Path, tmp_path: Path
+) -> None:
+    edit_config(source, **values)
+    for result in (smoke_load(source), cli("baseline", source, "-o", tmp_path / "out", "--dry-run")):
+        refused(result, 3, "its sizes make no model")
 
 
 @pytest.mark.parametrize("values", [{"hidden_act": "nope"}, {"rope_parameters": {"rope_type": "nope"}}, {"dtype": "x"}])

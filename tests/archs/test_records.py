@@ -194,6 +194,28 @@ def test_an_unknown_model_type_is_named(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("family", "values", "words"),
+    [
+        ("minimax_m2", {"num_experts_per_tok": 6}, "6 of 5 experts"),
+        ("minimax_m2", {"num_experts_per_tok": None}, "8 of 5 experts"),  # the class' default
+        ("deepseek_v3", {"n_group": 4}, "6 experts make no 4 equal groups"),
+        ("deepseek_v3", {"topk_group": 3}, "3 of 2 groups"),
+        ("llama", {"num_key_value_heads": 3}, "share 3 key and value heads"),
+    ],
+)
+def test_sizes_that_make_no_model(
+    family: str, values: dict[str, int | None], words: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    config = {**json.loads((tiny(family) / "config.json").read_text()), **values}
+    kept = {key: value for key, value in config.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    with pytest.raises(InputError, match="make no model") as caught:
+        load_config(tmp_path)
+    (item,) = caught.value.items
+    assert words in item
+
+
 def test_tensors_beat_a_config_that_claims_tied_embeddings(tmp_path: Path) -> None:
     """transformers does the same: it ties nothing when both tables are there and differ."""
     folder = make_tiny("llama", tmp_path)

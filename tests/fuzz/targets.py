@@ -26,6 +26,7 @@ from quantkit.cli import main as quantkit
 from quantkit.compare.companions import tokenizer_record
 from quantkit.compare.limits import load_limits
 from quantkit.compare.saved import Saved, read_saved
+from quantkit.errors import QuantkitError
 from quantkit.ladder.rungs import load_rungs
 from quantkit.recipe import load_recipe
 from quantkit.spec.baseline import read_baseline, sequences_digest
@@ -290,7 +291,7 @@ def _sealed(value: Any) -> bytes:
     """The manifest with its digest, where the model takes it: the checks behind the seal are wanted."""
     try:
         return manifest_bytes(Manifest.model_validate_json(json.dumps(value)))
-    except (ValidationError, ValueError):
+    except (QuantkitError, ValidationError, ValueError):
         return json.dumps(value).encode()
 
 

@@ -23,6 +23,7 @@ CASES = 6
 FOUND: dict[str, tuple[int, ...]] = {
     "index": (7,),
     "checkpoint": (27,),
+    "config_of_a_run": (52041, 52243),
     "manifest": (982,),
     "baseline": (4, 9, 10, 16, 33, 44, 47),
     "work": (18,),

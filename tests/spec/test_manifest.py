@@ -40,6 +40,14 @@ def test_written_and_read(tmp_path: Path) -> None:
     assert manifest_bytes(found) == path.read_bytes()
 
 
+def test_a_mesh_beyond_all_bounds_is_a_broken_manifest(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    path.write_bytes(manifest_bytes(example()).replace(b'"tp": 1', b'"tp": 99999999'))
+    with pytest.raises(InputError, match=r"manifest\.json is not a quantkit manifest") as caught:
+        read_manifest(path)
+    assert caught.value.items == ("tp 99999999 x pp 1 x dp 1, ep 1 is beyond 65,536 ranks",)
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
