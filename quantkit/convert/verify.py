@@ -14,6 +14,7 @@ from quantkit.archs import Architecture, Key, architecture_for, with_roles
 from quantkit.archs.parser import NameParser
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import TEMPORARY_SUFFIX
+from quantkit.convert import kv_scales
 from quantkit.convert.checkpoint_form import linear_modules
 from quantkit.convert.checks import Check, Checks, VerifyReport
 from quantkit.convert.coverage import check_coverage
@@ -138,6 +139,8 @@ def _names(manifest: Manifest, arch: Architecture) -> list[str]:
             agrees = record.name.startswith(start) and f".{record.name}".endswith(end)
         else:
             key = parse(record.name)
+            if key is not None and key.role == kv_scales.ROLE:
+                key = key._replace(part="scale")  # of no weight, so the parser cannot tell it from one
             agrees = key is not None and key._replace(expert=None, label="") == said
         if not agrees:
             failures.append(f"{record.file}: {record.name}: its name is not of {said.shard_name}")
