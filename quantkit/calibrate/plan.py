@@ -238,9 +238,10 @@ def make_plan(root: Path, recipe: Recipe, *, device: str = "auto", memory_budget
     longest = source.dims.max_positions
     if 0 < longest < recipe.calibration.seq_len:
         raise UsageError(f"--seq-len {recipe.calibration.seq_len}: this model has {longest} positions", "choose less")
-    if recipe.kv_cache and source.dims.is_mla:
+    if recipe.kv_cache and (source.dims.is_mla or source.arch.keys_are_values):
         raise UsageError(
-            f"{recipe.name}: this family caches latents, not keys and values by head; engines scale those otherwise",
+            f"{recipe.name}: this family caches latents, or one tensor as both, not keys and values by head; "
+            "engines scale those otherwise",
             "leave kv_cache out of the recipe",
         )
     samples, held_out = draw(load_tokenizer(root), recipe.calibration)

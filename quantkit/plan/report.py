@@ -149,7 +149,8 @@ def make_plan(path: Path, request: Request) -> PlanReport:
 def plan_source(source: Source, request: Request) -> PlanReport:
     """Plan a model that was read with the request's recipe, so that several requests read it once."""
     model = source.model
-    if model.dims.is_mla and request.cache.keys != request.cache.values:
+    latents = model.dims.is_mla or not model.dims.v_head_dim
+    if latents and request.cache.keys != request.cache.values:
         raise UsageError(
             "this model caches latents, which are keys and values at once", "give --kv-keys and --kv-values alike"
         )

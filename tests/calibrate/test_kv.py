@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -102,7 +103,9 @@ def test_such_a_checkpoint_loads_and_is_a_source(artifact: Path, minimax: Path, 
     assert sum(row.role == "attn.cache_scale" for row in again.tensors) == 12
 
 
-def test_what_a_checkpoint_cannot_say_is_refused(artifact: Path, minimax: Path, deepseek: Path, tmp_path: Path) -> None:
+def test_what_a_checkpoint_cannot_say_is_refused(
+    artifact: Path, minimax: Path, deepseek: Path, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match="wants static scales"):
         convert(minimax, tmp_path / "out", RECIPE)
     values = RECIPE.model_dump()
@@ -111,5 +114,6 @@ def test_what_a_checkpoint_cannot_say_is_refused(artifact: Path, minimax: Path, 
         convert(minimax, tmp_path / "out", strict)
     assert "int8_per_token_head" in caught.value.hint
     assert convert(minimax, tmp_path / "shards", strict, form="sharded").recipe["kv_cache"]
-    with pytest.raises(UsageError, match="caches latents"):
-        calibrate(deepseek, tmp_path / "latents", RECIPE)
+    for model in (deepseek, tiny("deepseek_v4")):
+        with pytest.raises(UsageError, match="caches latents"):
+            calibrate(model, tmp_path / "latents", RECIPE)

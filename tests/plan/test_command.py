@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,14 @@ def test_int8_cache_lets_more_in(config: Path) -> None:
     ]
     assert plain.largest_batch < keys.largest_batch < both.largest_batch
     assert plain.longest_context < keys.longest_context < both.longest_context
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v4"])
+def test_a_cache_of_one_tensor_is_of_one_dtype(family: str, tiny: Callable[[str], Path]) -> None:
+    path = tiny(family)
+    done = plan(path, "--device", "K100_AI", "--kv-keys", "int8")
+    assert (done.exit_code, "--kv-keys and --kv-values alike" in done.output) == (2, True)
+    assert plan(path, "--device", "K100_AI", "--kv-keys", "int8", "--kv-values", "int8").exit_code == 0
 
 
 def test_what_fits_is_the_limit(config: Path) -> None:
