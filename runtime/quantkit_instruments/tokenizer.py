@@ -34,8 +34,13 @@ def max_positions(root: Path) -> int:
     return architecture_for(config).dims(config).max_positions or 1 << 60
 
 
-def require_positions(root: Path, prompt: int, new: int) -> int:
+def require_positions(
+    root: Path, prompt: int, new: int, remedy: str = "give a shorter prompt or fewer new tokens (--max-new-tokens)"
+) -> int:
     """Positions of a prompt and its new tokens, the last of which is not fed back.
+
+    Args:
+        remedy: in the options of the command.
 
     Raises:
         UsageError: more than the model has.
@@ -44,7 +49,7 @@ def require_positions(root: Path, prompt: int, new: int) -> int:
     if positions > limit:
         raise UsageError(
             f"a prompt of {prompt:,} tokens and {new:,} new ones need {positions:,} positions; the model has {limit:,}",
-            "give a shorter prompt or fewer new tokens (--max-new-tokens)",
+            remedy,
         )
     return positions
 

@@ -79,7 +79,8 @@ def command(
         root: Path, lengths: Sequence[int], batches: Sequence[int], **changed: Any
     ) -> tuple[dict[str, Any], Speeds]:
         devices.forget()
-        context = require_positions(root, max(*lengths, sweep_length), steps + 1)
+        remedy = "give smaller --lengths, a smaller --sweep-length or fewer --steps"
+        context = require_positions(root, max(*lengths, sweep_length), steps + 1, remedy)
         loaded, engine, table = open_session(root, context, batches[-1], **{**options, **changed})
         print_session(out, loaded, engine, table)
         speeds = bench.Bench(engine, loaded.files.dims.vocab, steps=steps, repeats=repeats).run(

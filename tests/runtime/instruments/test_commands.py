@@ -127,6 +127,12 @@ def test_bench_turns_fusions_on_one_by_one(converted: Converted, monkeypatch: py
     assert [int(count) > 0 for count in re.findall(r"fusion qkv: (\d+) fused", err)] == [True, True, True]
 
 
+def test_bench_names_its_own_options_when_positions_do_not_suffice(converted: Converted) -> None:
+    code, _, err = run("bench", converted(TINY[0]), "--lengths", 6, "--sweep-length", 2048)
+    assert (code, "positions; the model has 2,048" in err, "--sweep-length" in err) == (2, True, True)
+    assert "--max-new-tokens" not in err
+
+
 def test_bench_options_are_checked() -> None:
     for value in ("a,b", "0,1", ""):
         code, _, err = run("bench", "anywhere", "--lengths", value)
