@@ -3,6 +3,7 @@
 python -m tests.fuzz                          200 cases of each parser
 python -m tests.fuzz --minutes 60 --workers 2 for an hour, result in tests/bench/results/fuzz.json
 python -m tests.fuzz config --seed 7          one case again, with its traceback
+python -m tests.fuzz --add-up A.json B.json --result C.json    several sessions as one
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "runtime")]
 
-from tests.fuzz.runs import one, session  # noqa: E402
+from tests.fuzz.runs import add_up, one, session  # noqa: E402
 
 
 def main() -> int:
@@ -26,7 +27,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="Run this case of the one parser that is named.")
     parser.add_argument("--folder", type=Path, help="For the sound files and the cases; default: build/fuzz.")
     parser.add_argument("--result", type=Path, help="JSON file for what was found.")
+    parser.add_argument("--add-up", type=Path, nargs="+", help="Results of sessions to write as one to `--result`.")
     options = parser.parse_args()
+    if options.add_up:
+        add_up(options.add_up, options.result)
+        return 0
     folder = options.folder or Path(__file__).parents[2] / "build" / "fuzz"
     if options.seed is not None:
         return one(options.parsers[0], options.seed, folder)

@@ -17,13 +17,14 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from tests.bench.common import commit
 from tests.fuzz import corpus as files
 from tests.fuzz.guard import Finding, run_case
 from tests.fuzz.targets import PARSERS as FILE_PARSERS
@@ -162,6 +163,7 @@ def session(
     names = list(names) or list(parsers())
     known = _named(names)
     files.make(folder / "corpus")
+    about = {"commit": commit(), "first_seed": first_seed, "workers": workers}
     begun = time.time()
     until = begun + 60 * minutes if minutes else 0.0
     totals, seconds, findings = Counter[str](), Counter[str](), list[dict[str, Any]]()
@@ -187,7 +189,7 @@ def session(
                 left = range(worker.numbers.start + worker.cases + 1, worker.numbers.stop)
                 running.append(_Worker(worker.number, names, left, folder, until))
     took = time.time() - begun
-    _report(totals, seconds, findings, took, workers, result)
+    _report(totals, seconds, findings, took, about, result)
     return int(bool(findings))
 
 
@@ -222,7 +224,7 @@ def _report(
     seconds: Counter[str],
     findings: Sequence[dict[str, Any]],
     took: float,
-    workers: int,
+    about: Mapping[str, Any],
     result: Path | None,
 ) -> None:
     by_parser = {
@@ -239,11 +241,45 @@ def _report(
     if result is not None:
         document = {
             "minutes": round(took / 60, 1),
-            "workers": workers,
+            **about,
             "cases": sum(totals.values()),
             "parsers": by_parser,
             "findings": list(findings),
             "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()},
         }
-        result.parent.mkdir(parents=True, exist_ok=True)
-        result.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        _write(result, document)
+
+
+def _write(result: Path, document: dict[str, Any]) -> None:
+    result.parent.mkdir(parents=True, exist_ok=True)
+    result.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+_OF_A_SESSION = ("minutes", "commit", "first_seed", "workers", "cases")
+
+
+def add_up(paths: Sequence[Path], result: Path) -> None:
+    """Results of sessions that ran one after the other on one machine, as one result; each is listed in `sessions`.
+
+    Raises:
+        ValueError: they are of several machines.
+    """
+    documents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    machine = documents[0]["machine"]
+    if any(document["machine"] != machine for document in documents):
+        raise ValueError("results of several machines are not added up")
+    parsers: dict[str, Counter[str]] = {}
+    for document in documents:
+        for name, row in document["parsers"].items():
+            parsers.setdefault(name, Counter()).update(row)
+    _write(
+        result,
+        {
+            "minutes": round(sum(document["minutes"] for document in documents), 1),
+            "cases": sum(document["cases"] for document in documents),
+            "parsers": {name: {**row, "seconds": round(row["seconds"], 1)} for name, row in parsers.items()},
+            "findings": [row for document in documents for row in document["findings"]],
+            "machine": machine,
+            "sessions": [{key: document.get(key, "unknown") for key in _OF_A_SESSION} for document in documents],
+        },
+    )

@@ -125,3 +125,8 @@ def test_dead_and_hanging_processes_are_findings(tmp_path: Path, corpus: Path, m
     assert found["parsers"]["expert_map"] == {"cases": 1, "findings": 0} | {
         "seconds": found["parsers"]["expert_map"]["seconds"]
     }
+    runs.add_up([result, result], tmp_path / "both.json")
+    both = json.loads((tmp_path / "both.json").read_text())
+    assert (both["cases"], both["findings"]) == (2 * found["cases"], 2 * found["findings"])
+    assert both["parsers"]["expert_map"]["cases"] == 2
+    assert [session["cases"] for session in both["sessions"]] == [found["cases"]] * 2
