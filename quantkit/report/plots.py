@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
+
+P = ParamSpec("P")
 
 _STYLE: Any = {
     "svg.hashsalt": "quantkit",  # ids inside the file depend on its content only
@@ -22,6 +25,22 @@ _STYLE: Any = {
 }
 
 
+def _styled(draw: Callable[P, str]) -> Callable[P, str]:
+    """Draw in this style alone: neither a user's matplotlibrc nor another library's settings may change the bytes."""
+
+    @wraps(draw)
+    def styled(*args: P.args, **kwargs: P.kwargs) -> str:
+        import matplotlib
+
+        with matplotlib.rc_context():
+            matplotlib.rcdefaults()
+            matplotlib.rcParams.update(_STYLE)
+            return draw(*args, **kwargs)
+
+    return styled
+
+
+@_styled
 def line_plot(series: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str) -> str:
     """One line per name through its (x, y) points; y is logarithmic, without zeros, beyond a decade of values."""
     figure, axes = _figure(4.8, 3.1 + (0.17 * ((len(series) + 1) // 2) if len(series) > 1 else 0))
@@ -41,6 +60,7 @@ def line_plot(series: Mapping[str, Sequence[tuple[float, float]]], x_label: str,
     return _svg(figure)
 
 
+@_styled
 def heat_map(
     values: NDArray[np.float64],
     x_label: str,
@@ -86,24 +106,19 @@ def _write_numbers(axes: Any, values: NDArray[np.float64]) -> None:
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
-    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(width, height))
-        FigureCanvasAgg(figure)
-        return figure, figure.add_subplot()
+    figure = Figure(figsize=(width, height))
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
 
 
 def _svg(figure: Any) -> str:
     """The `<svg>` element, without the XML prologue and without date and version; on a phone it scrolls before its
     labels become too small to read."""
-    from matplotlib import rc_context
-
     target = io.StringIO()
-    with rc_context(_STYLE):
-        figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
+    figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     text = target.getvalue()
     shrinks_to = 0.75 * figure.get_figwidth()
     return text[text.index("<svg") :].replace("<svg ", f'<svg style="min-width: {shrinks_to:.2f}in" ', 1)

@@ -70,13 +70,16 @@ def _verdict(row: Target) -> str:
     return "met" if row.met else "MISSED"
 
 
-def plot(found: dict[str, dict[str, Any]], rows: Sequence[Target], folder: Path) -> Iterator[Path]:
+def plot(found: dict[str, dict[str, Any]], rows: Sequence[Target], folder: Path) -> list[Path]:
     """Write the plots; the paths as they are written."""
     import matplotlib
 
-    matplotlib.use("svg")
     # Ids of an SVG are random without a salt, and its text would be drawn as paths.
-    matplotlib.rcParams.update({"svg.hashsalt": "quantkit", "svg.fonttype": "none", "font.size": 8})
+    with matplotlib.rc_context({"svg.hashsalt": "quantkit", "svg.fonttype": "none", "font.size": 8}):
+        return list(_plots(found, rows, folder))
+
+
+def _plots(found: dict[str, dict[str, Any]], rows: Sequence[Target], folder: Path) -> Iterator[Path]:
     labels = [f"{row.what} ({row.benchmark})" for row in rows]
     shares = [min(row.share, _LONGEST) for row in rows]
     colors = [_MET if row.met else _MISSED for row in rows]

@@ -32,3 +32,15 @@ def test_cells_carry_their_numbers() -> None:
     plot = heat_map(values, "x", "y", x_names=["a", "b"], y_names=["a", "b"], percent=True)
     assert {"25%", "50%"} <= set(ticks(plot))
     assert "nan" not in plot
+
+
+def test_settings_of_others_change_nothing() -> None:
+    import matplotlib
+
+    def drawn() -> tuple[str, str]:
+        lines = line_plot({"a": [(0, 1.0), (1, 200.0)], "b": [(0, 2.0)]}, "x", "y")
+        return lines, heat_map(np.array([[0.1, 0.9]]), "x", "y", x_names=["left", "right"])
+
+    before = drawn()
+    with matplotlib.rc_context({"font.size": 20, "lines.linewidth": 7, "svg.hashsalt": "other", "axes.grid": False}):
+        assert drawn() == before
