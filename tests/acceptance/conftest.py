@@ -18,11 +18,13 @@ ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "tests" / "models"
 TINY = ("tiny-minimax-m2", "tiny-deepseek-v3")
 SMALL = ("--samples", "8", "--seq-len", "96")
+PIPE = {"COLUMNS": None}
+"""Environment in which tables are as wide as they are, whatever terminal the tests were started from."""
 
 
 def cli(*arguments: str | Path) -> Result:
     """A quantkit command in this process."""
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+    return CliRunner(env=PIPE).invoke(main, [str(argument) for argument in arguments])
 
 
 def smoke_load(*arguments: str | Path) -> Result:
@@ -36,7 +38,7 @@ def smoke_load(*arguments: str | Path) -> Result:
                 return super().invoke(ctx)
 
     script = Script(command.name, callback=command.callback, params=command.params)
-    return CliRunner().invoke(script, [str(argument) for argument in arguments])
+    return CliRunner(env=PIPE).invoke(script, [str(argument) for argument in arguments])
 
 
 def succeeded(result: Result) -> Result:

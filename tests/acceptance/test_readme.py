@@ -17,7 +17,7 @@ from quantkit.recipe import parse_recipe, shipped_recipes
 from quantkit.spec.baseline import LOGPROBS_NAME, read_baseline
 from quantkit_instruments.cli import main as runtime
 from tests.acceptance import family_table
-from tests.acceptance.conftest import MODELS, ROOT, cli, smoke_load, succeeded
+from tests.acceptance.conftest import MODELS, PIPE, ROOT, cli, smoke_load, succeeded
 from tests.acceptance.readme import MARKS, PARSED, TEXTS, Block, between, blocks, cells, code
 from tests.endpoint.stub import Stub, running_stub
 
@@ -35,7 +35,7 @@ def run(line: str) -> Result | None:
         assert arguments.pop(0) == "runtime/smoke_load.py"
         return smoke_load(*arguments)
     if program == "quantkit-runtime":
-        return CliRunner().invoke(runtime, arguments)
+        return CliRunner(env=PIPE).invoke(runtime, arguments)
     assert program == "quantkit", f"README marks a command that the test cannot run: {line}"
     return cli(*arguments)
 

@@ -329,7 +329,7 @@ def test_odd_paths(name: str, tiny: Callable[[str], Path], tmp_path: Path) -> No
     assert f"{merged}: verified" in done.stdout
     gone = CliRunner().invoke(main, ["verify", str(source / name)])
     assert gone.exit_code == 3
-    assert str(source / name) in gone.output
+    assert "".join(str(source / name).split()) in "".join(gone.output.split())  # a line break in it is shown as one
 
 
 def test_a_read_only_source_without_privileges(

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -227,11 +228,22 @@ def test_every_softmax_attention_asks_the_cache(family: str, tiny: Callable[[str
 # ----------------------------------------------------------------------------------------------------- calibrations
 
 
+def in_float32(root: Path, out: Path) -> Path:
+    """The same model with tensors of float32."""
+    shutil.copytree(root, out)
+    tensors = {name: tensor.float() for name, tensor in load_file(root / "model.safetensors").items()}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((root / "config.json").read_text()) | {"dtype": "float32"}
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
 def test_a_calibrated_recipe_is_the_converted_model(dense: Path, tmp_path: Path) -> None:
     """Smoothing, GPTQ's codes and decided exceptions, against the checkpoint that convert makes of them."""
     values = load_recipe("w8a8-best").model_dump()
     values["calibration"] |= {"samples": 8, "seq_len": 40, "held_out": 4, "min_sources": 1}
     recipe = validated(values, "test")
+    dense = in_float32(dense, tmp_path / "model")  # what is kept is transformed too, and BF16 would round it once more
     calibrate(dense, tmp_path / "calibration", recipe)
     rungs = with_calibrations(load_rungs(None, ("w8a8",)), [tmp_path / "calibration"])
     assert rungs[1].after == "w8a8"
@@ -245,8 +257,7 @@ def test_a_calibrated_recipe_is_the_converted_model(dense: Path, tmp_path: Path)
     for sample in plan.plan.samples.samples:
         p, q = logprobs(source, sample.ids), logprobs(ours, sample.ids)
         kl, tokens = kl + float((np.exp(p) * (p - q)).sum()), tokens + len(p)
-    # the checkpoint holds the rotated embeddings and head in BF16, the ladder has them in float32
-    assert found.rungs[1].scores.overall.kl == pytest.approx(kl / tokens, rel=0.03)
+    assert found.rungs[1].scores.overall.kl == pytest.approx(kl / tokens, rel=0.01)  # activations at a boundary
 
 
 def test_rungs_that_cannot_be_run_are_all_named(dense: Path, tmp_path: Path) -> None:
