@@ -110,6 +110,18 @@ class Dims:
                 found.append((what, "correct topk_group or n_group in config.json"))
         return found
 
+    def require_consistent(self, place: object) -> None:
+        """Refuse `contradictions`.
+
+        Args:
+            place: the config, as errors name it.
+
+        Raises:
+            InputError: all of them, listed.
+        """
+        if items := [f"{what}: {remedy}" for what, remedy in self.contradictions()]:
+            raise InputError(f"{place}: its sizes make no model", "correct config.json", items=items)
+
 
 DIM_KEYS: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers",),

@@ -51,9 +51,7 @@ def load_config(root: Path) -> Any:
             "install a transformers that knows this model type, or correct the config",
         ) from error
     given = {key: value for key, value in text_config(raw).items() if value is not None}
-    if wrong := arch.dims({**defaults, **given}).contradictions():
-        items = [f"{what}: {remedy}" for what, remedy in wrong]
-        raise InputError(f"{root / 'config.json'}: its sizes make no model", "correct config.json", items=items)
+    arch.dims({**defaults, **given}).require_consistent(root / "config.json")
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config

@@ -84,6 +84,11 @@ def read_rows(mix: Mix) -> list[Row]:
 
 def _row(item: Mapping[str, Any], data: str, number: int, default_kind: str) -> Row:
     text, messages = item.get("text"), item.get("messages")
+    for label in ("kind", "source"):
+        if isinstance(item.get(label), list | Mapping):
+            raise InputError(
+                f"row {number} of {data}: its `{label}` is no text", f"give {label}s as text, or leave them out"
+            )
     kind, source = str(item.get("kind") or default_kind), str(item.get("source") or data)
     if isinstance(text, str):
         return Row(text, (), kind, source)

@@ -20,6 +20,7 @@ from quantkit.checkpoint.reader import OpenFiles
 from quantkit.convert.boxes import is_stacked
 from quantkit.convert.decide import Problems
 from quantkit.convert.units import How, PlannedTensor
+from quantkit.errors import InputError
 from quantkit.spec.layout import Layout, layout_named
 from quantkit.spec.manifest import TensorRecord
 from quantkit.spec.tensorfile import TensorInfo, tensor_nbytes
@@ -101,7 +102,7 @@ def stored_rows(files: OpenFiles, record: TensorRecord, slot: int | None, start:
     """Rows [start, stop) of a written tensor (of one expert where they are stacked) as plain `[rows, width]`.
 
     Raises:
-        InputError: a read error, or a packed shape that its layout does not have.
+        InputError: a read error, a packed shape that its layout does not have, or rows that the tensor does not have.
     """
     shape, stacked = plain_shape(record), is_stacked(record)
     local = shape[1 if stacked else 0] if shape else 1
@@ -111,6 +112,8 @@ def stored_rows(files: OpenFiles, record: TensorRecord, slot: int | None, start:
         return _unpacked_rows(files, record, (local, width), slot or 0, start, stop)
     info = TensorInfo(record.name, record.dtype, (total, width), record.offset, record.offset + record.nbytes)
     base = local * (slot or 0)
+    if base + stop > total:  # a manifest can say anything
+        raise InputError(f"rows {start} to {stop} are not in {list(shape)}", "convert again")
     return files.read(record.file, info, (base + start, base + stop))
 
 

@@ -216,5 +216,7 @@ def _notes(model: Model, mesh: Mesh, cards: list[CardMemory]) -> Iterator[str]:
     if dims.experts and mesh.moe_tp > 1 and dims.moe_intermediate // mesh.moe_tp % NARROW:
         yield f"slices of {dims.moe_intermediate // mesh.moe_tp} of an expert's width: no multiple of {NARROW}"
     spread = [card.weight_bytes for card in cards]
-    if max(spread) > 1.1 * min(spread):
+    if min(spread) == 0:
+        yield "stages without weights: tensors of their layers are missing"
+    elif max(spread) > 1.1 * min(spread):
         yield f"weights of the stages differ by {max(spread) / min(spread) - 1:.0%}"

@@ -43,6 +43,7 @@ def read_source(path: Path, recipe: Recipe) -> Source:
     config = read_json(path if path.is_file() else root / "config.json")
     arch = architecture_for(config)
     dims = arch.dims(config)
+    dims.require_consistent(path if path.is_file() else root / "config.json")
     from_tensors = path.is_dir() and any(root.glob("*.safetensors"))
     warnings: list[str] = []
     if from_tensors:

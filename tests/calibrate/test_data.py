@@ -212,6 +212,8 @@ def test_unreadable_and_shapeless_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="neither `text`") as caught:
         read_rows(Mix(data=str(write_jsonl(tmp_path / "columns.jsonl", [{"body": "a"}]))))
     assert "body" in caught.value.choices
+    with pytest.raises(InputError, match=r"row 0 of .* its `kind` is no text"):
+        read_rows(Mix(data=str(write_jsonl(tmp_path / "kinds.jsonl", [{"text": "a", "kind": [["x"]]}]))))
 
 
 def test_specs() -> None:

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from quantkit.convert.run import Form, convert
 from quantkit.convert.sample import Sample, records_of
 from quantkit.convert.verify import verify
 from quantkit.recipe import load_recipe
-from quantkit.spec.manifest import read_manifest
+from quantkit.spec.manifest import manifest_bytes, read_manifest
 from quantkit.spec.mesh import Mesh
 
 
@@ -210,6 +211,19 @@ def test_the_wrong_source(made: dict[str, Path], minimax: Path, tmp_path: Path) 
     report = verify(made["sharded"], source=tmp_path / "other")
     assert any("model.safetensors: its bytes changed" in failure for failure in report.failures)
     assert len(report.failures) > 1, "the changed weight is found by value too"
+
+
+def test_a_record_of_fewer_rows_than_the_source(copy: Callable[[str], Path], minimax: Path) -> None:
+    """The manifest is sealed: it says so of itself."""
+    folder = copy("checkpoint")
+    path = folder / "quantkit_manifest.json"
+    manifest = read_manifest(path)
+    at, record = next((i, row) for i, row in enumerate(manifest.tensors) if row.role == "expert.down" and row.scale)
+    turned = replace(record, shape=record.shape[::-1])
+    rows = (*manifest.tensors[:at], turned, *manifest.tensors[at + 1 :])
+    path.write_bytes(manifest_bytes(manifest.model_copy(update={"tensors": rows})))
+    failures = verify(folder, source=minimax).failures
+    assert any(record.name in failure and "are not in" in failure for failure in failures), failures
 
 
 def test_exit_codes_and_json(copy: Callable[[str], Path], minimax: Path) -> None:

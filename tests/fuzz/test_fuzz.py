@@ -23,8 +23,10 @@ CASES = 6
 FOUND: dict[str, tuple[int, ...]] = {
     "index": (7,),
     "checkpoint": (27,),
+    "config": (722393, 722892),
     "config_of_a_run": (52041, 52243),
-    "manifest": (982,),
+    "manifest": (982, 723672),
+    "texts": (721670, 723203),
     "baseline": (4, 9, 10, 16, 33, 44, 47),
     "work": (18,),
     "tokenizer": (21, 1032),

@@ -50,6 +50,25 @@ def test_text_has_every_part(config: Path) -> None:
         assert text in done.output, text
 
 
+def test_sizes_that_make_no_model_are_refused(config: Path) -> None:
+    config.write_text(json.dumps({**CONFIGS["MiniMax-M2.7"], "num_experts_per_tok": 1000}))
+    done = plan(config, "--device", "K100_AI")
+    assert (done.exit_code, "routes each token to 1000 of 256 experts" in done.stderr) == (3, True)
+
+
+def test_layers_without_tensors_are_told(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in TINY.iterdir():
+        (model / path.name).symlink_to(path)
+    found = {**json.loads((TINY / "config.json").read_text()), "num_hidden_layers": 24}
+    (model / "config.json").unlink()
+    (model / "config.json").write_text(json.dumps(found))
+    done = plan(model, "--device", "K100_AI", "--cards", 8)
+    assert done.exit_code == 0
+    assert "stages without weights" in plan(model, "--device", "K100_AI", "--cards", 8, "--json").stdout
+
+
 def test_cards_of_a_request_are_planned_for(config: Path) -> None:
     found = as_report(config, "--device", "k100-ai", "--cards", 16, "--concurrency", 4)
     assert {row.tp * row.pp * row.dp for row in found.proposals} == {16}
