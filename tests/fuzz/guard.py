@@ -202,9 +202,9 @@ def run_case(
 
 
 def _where(error: BaseException) -> str:
-    """The last frames, those of the exception that it came from included."""
+    """The last frames, by the ends of their files' names: results hold no absolute paths."""
     frames = traceback.extract_tb(error.__traceback__)[-7:]
-    return "\n".join(f"  {frame.filename}:{frame.lineno} {frame.name}" for frame in frames)
+    return "\n".join(f"  {'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.name}" for frame in frames)
 
 
 faulthandler.enable()
