@@ -58,17 +58,25 @@ def versions() -> dict[str, str]:
     """The software of this process by the names of `spec.environment.NAMES`; imports torch."""
     import torch
 
-    built = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     return {
         "quantkit": __version__,
         "kernels": _kernels_digest(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "stack": built if torch.version.hip or torch.version.cuda else "CPU",
+        "stack": torch_stack(),
         "driver": ", ".join(driver_versions()),
         "triton": triton_version(),
         **{name: _version(name) for name in ("transformers", "safetensors", "numpy")},
     }
+
+
+def torch_stack() -> str:
+    """What torch is built for: `HIP 6.3`, `CUDA 12.8` or `CPU`."""
+    import torch
+
+    if torch.version.hip:
+        return f"HIP {torch.version.hip}"
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
 
 
 def driver_versions(root: Path = Path("/")) -> Iterator[str]:

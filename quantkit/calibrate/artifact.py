@@ -43,9 +43,9 @@ from quantkit.spec.calibration import (
     ClippingRow,
     GemmSummary,
     codes_name,
-    file_sha256,
 )
 from quantkit.spec.decisions import Decisions, HeldOut
+from quantkit.spec.files import file_sha256
 from quantkit.spec.tensorfile import Header, read_header
 from quantkit.spec.transform import VECTORS_NAME
 

@@ -10,7 +10,7 @@ from typing import Any
 from quantkit.compare.result import Difference
 from quantkit.errors import InputError, first_line
 from quantkit.spec.baseline import CHAT, Baseline, TokenizerRecord
-from quantkit.spec.calibration import file_sha256
+from quantkit.spec.files import file_sha256
 from quantkit.spec.index import read_json
 from quantkit.templates import TemplateFailure, render
 

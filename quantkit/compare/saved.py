@@ -29,10 +29,9 @@ from quantkit.compare.limits import Limits
 from quantkit.compare.result import Comparison
 from quantkit.errors import InputError, UsageError
 from quantkit.spec.baseline import BASELINE_NAME
-from quantkit.spec.calibration import file_sha256
 from quantkit.spec.document import Strict, problems_of
 from quantkit.spec.environment import Environment
-from quantkit.spec.files import is_inside, read_whole
+from quantkit.spec.files import file_sha256, is_inside, read_whole
 from quantkit.spec.manifest import COMPARISON_NAME
 
 

@@ -23,10 +23,9 @@ from pydantic import ValidationError
 
 from quantkit.errors import InputError
 from quantkit.spec.baseline_checks import contradictions, layer_problems, outside_problems, row_problems
-from quantkit.spec.calibration import file_sha256
 from quantkit.spec.document import Strict, problems_of
-from quantkit.spec.files import is_inside, read_whole
-from quantkit.spec.tensorfile import open_regular, read_header, read_tensor, read_tensors
+from quantkit.spec.files import file_sha256, is_inside, open_regular, read_whole
+from quantkit.spec.tensorfile import read_header, read_tensor, read_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

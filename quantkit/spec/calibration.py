@@ -12,8 +12,6 @@ A folder with
 
 from __future__ import annotations
 
-import hashlib
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +20,7 @@ from pydantic import ValidationError
 from quantkit.errors import InputError
 from quantkit.spec.decisions import Decisions, HeldOut
 from quantkit.spec.document import Strict, problems_of
-from quantkit.spec.files import is_inside, read_whole
-from quantkit.spec.tensorfile import open_regular
+from quantkit.spec.files import file_sha256, is_inside, read_whole
 
 SUMMARY_NAME = "calibration.json"
 SCALES_NAME = "scales.safetensors"
@@ -235,17 +232,3 @@ class Artifact(NamedTuple):
                 "copy the calibration again, or calibrate again",
                 items=wrong,
             )
-
-
-def file_sha256(path: Path) -> str:
-    """sha256 of a file of an artifact, hex.
-
-    Raises:
-        InputError: it cannot be read.
-    """
-    fd = open_regular(path)
-    try:
-        with os.fdopen(fd, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}", "copy the calibration again") from error

@@ -8,10 +8,13 @@ reading, as the Hub's cache is nothing but links, while `leads_out` says which o
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
+
+from quantkit.errors import InputError
 
 MAX_JSON_BYTES = 512 * 2**20
 """Bound on what a machine wrote, config, index or record: an index of 500,000 tensors takes about 60 MB."""
@@ -55,6 +58,41 @@ def read_whole(path: Path, most: int = MAX_JSON_BYTES, *, pipes: bool = False) -
     if len(raw) > most:
         raise OSError(errno.EFBIG, f"It has more than {most:,} bytes", str(path))
     return raw
+
+
+def open_regular(path: Path) -> int:
+    """Descriptor of a regular file, for reading; a pipe or a device is refused without waiting for it.
+
+    Raises:
+        InputError: it is missing, may not be read, or is not a regular file.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise InputError(
+            f"{path}: {reason}", "check the path, its permissions and that the copy is complete"
+        ) from error
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        what = "a folder" if stat.S_ISDIR(mode) else "a pipe or device"
+        raise InputError(f"{path} is {what}, not a file", "check that the copy is complete")
+    return fd
+
+
+def file_sha256(path: Path) -> str:
+    """sha256 of a file, hex.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    fd = open_regular(path)
+    try:
+        with os.fdopen(fd, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}", "copy the file again") from error
 
 
 def is_inside(name: str) -> bool:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError
-from quantkit.spec.files import MAX_JSON_BYTES
-from quantkit.spec.tensorfile import Header, TensorInfo, open_regular, pread_exact, read_header
+from quantkit.spec.files import MAX_JSON_BYTES, open_regular
+from quantkit.spec.tensorfile import Header, TensorInfo, pread_exact, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import stat
 import struct
 import sys
 from collections import Counter
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
+from quantkit.spec.files import open_regular
 
 if TYPE_CHECKING:
     import torch
@@ -154,27 +154,6 @@ def read_header(path: Path) -> Header:
         what = "truncated" if position > size else "followed by foreign bytes"
         raise _broken(path, f"its payload is {what}: the header describes {position} bytes, the file has {size}")
     return Header(path, {tensor.name: tensor for tensor in tensors}, metadata, payload_start, size)
-
-
-def open_regular(path: Path) -> int:
-    """Descriptor of a regular file, for reading; a pipe or a device is refused without waiting for it.
-
-    Raises:
-        InputError: it is missing, may not be read, or is not a regular file.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise InputError(
-            f"{path}: {reason}", "check the path, its permissions and that the copy is complete"
-        ) from error
-    mode = os.fstat(fd).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(fd)
-        what = "a folder" if stat.S_ISDIR(mode) else "a pipe or device"
-        raise InputError(f"{path} is {what}, not a file", "check that the copy is complete")
-    return fd
 
 
 def _read_bytes(fd: int, count: int, offset: int, path: Path) -> bytearray:

@@ -18,7 +18,7 @@ import torch
 
 from quantkit import __version__
 from quantkit.errors import QuantkitError, first_line
-from quantkit.host import driver_versions, triton_version
+from quantkit.host import driver_versions, torch_stack, triton_version
 from quantkit.spec.manifest import manifest_path, read_manifest
 from quantkit_instruments.since import since
 from quantkit_runtime.device import card_arch
@@ -87,8 +87,7 @@ def _pci_cards(root: Path) -> list[tuple[str, str, str]]:
 
 
 def _torch(cards: list[tuple[str, str, str]]) -> Iterator[Finding]:
-    built = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-    built = built if torch.version.hip or torch.version.cuda else "the CPU only"
+    built = "the CPU only" if (stack := torch_stack()) == "CPU" else stack
     line = (
         f"torch {torch.__version__}, built for {built}; transformers {version('transformers')}; quantkit {__version__}"
     )

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from quantkit.errors import UsageError
-from quantkit.host import free_memory
+from quantkit.host import free_bytes, torch_stack
 
 CHOICES = ("auto", "cpu", "cuda", "hip")
 
@@ -45,9 +45,7 @@ class Device:
 
     def free_memory(self) -> int:
         """Bytes that can still be allocated: of the card, or of the host within its control group."""
-        if self.torch.type == "cuda":
-            return int(torch.cuda.mem_get_info(self.torch)[0])
-        return free_memory()
+        return free_bytes(self.torch)
 
     def used_memory(self) -> int:
         """Bytes that this process holds: allocated on the card, or resident on the host."""
@@ -98,8 +96,8 @@ def _card(family: str) -> Device:
     device = torch.device("cuda", own % torch.cuda.device_count())
     torch.cuda.set_device(device)
     properties = torch.cuda.get_device_properties(device)
-    version = f"HIP {torch.version.hip}" if family == "hip" else f"CUDA {torch.version.cuda}"
-    return Device(device, family, properties.name, card_arch(properties), f"torch {torch.__version__}, {version}")
+    stack = f"torch {torch.__version__}, {torch_stack()}"
+    return Device(device, family, properties.name, card_arch(properties), stack)
 
 
 def card_arch(properties: Any) -> str:

@@ -19,7 +19,8 @@ from quantkit.convert.run import convert, prepare
 from quantkit.convert.verify import verify
 from quantkit.errors import QuantkitError
 from quantkit.recipe import Recipe
-from quantkit.spec.calibration import SCALES_NAME, SUMMARY_NAME, CalibrationSummary, file_sha256
+from quantkit.spec.calibration import SCALES_NAME, SUMMARY_NAME, CalibrationSummary
+from quantkit.spec.files import file_sha256
 from quantkit.spec.mesh import Mesh
 from tests.convert.helpers import ref_int8, tensors, tree
 

@@ -18,7 +18,7 @@ from quantkit.spec.baseline import (
     baseline_bytes,
     sequences_digest,
 )
-from quantkit.spec.calibration import file_sha256
+from quantkit.spec.files import file_sha256
 from tests.endpoint.conftest import Run
 from tests.endpoint.stub import Stub
 
