@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,7 +128,8 @@ def _check_sizes(baseline: Baseline, rows: Kept, layers: Layers, subject: Subjec
     Raises:
         InputError: they are not.
     """
-    vocabulary, hidden = subject.model.get_input_embeddings().weight.shape  # type: ignore[operator]
+    model: Any = subject.model  # transformers' methods, which torch's stub of a module does not know
+    vocabulary, hidden = model.get_input_embeddings().weight.shape
     largest = max(max(sequence.ids) for sequence in baseline.sequences)
     widths = {int(layer["input"].shape[1]) for layer in layers}
     advice = "compare a candidate with a baseline of its own source"

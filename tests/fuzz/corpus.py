@@ -76,7 +76,7 @@ def _native(model: Path, out: Path, fmt: str) -> None:
 
 def _without_drawing(run: Callable[[], object]) -> None:
     """A report takes longer than the calibration of a tiny model."""
-    drawn, report.render = report.render, lambda _summary: "report"  # type: ignore[assignment]
+    drawn, report.render = report.render, lambda _summary: "report"  # type: ignore[assignment]  # a function for a while
     try:
         run()
     finally:

@@ -170,7 +170,7 @@ def _reset_peak() -> int:
 
 
 def run_case(
-    parser: str, seed: int, folder: Path, case: Callable[[], None], limits: Limits, *, may_spawn: bool = False
+    parser: str, seed: int, folder: Path, case: Callable[[], object], limits: Limits, *, may_spawn: bool = False
 ) -> Finding | None:
     """Run one case in this process; what went wrong, None when nothing did.
 

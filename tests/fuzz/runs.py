@@ -59,7 +59,7 @@ def case(name: str, parser: Parser, seed: int, workspace: Path, corpus: Path) ->
             read = parser.prepare(Case(Random(f"{name} {seed}"), folder, corpus))
         except Exception:  # a fault of the fuzzer itself
             return Finding(name, seed, "fuzzer", traceback.format_exc()[-600:])
-        return run_case(name, seed, folder, read, parser.limits, may_spawn=parser.may_spawn)  # type: ignore[arg-type]
+        return run_case(name, seed, folder, read, parser.limits, may_spawn=parser.may_spawn)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

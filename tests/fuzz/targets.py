@@ -423,9 +423,9 @@ def signature(case: Case) -> Callable[[], object]:
 
 def texts(case: Case) -> Callable[[], object]:
     path, out, model = case.folder / "texts.jsonl", case.folder / "out", case.corpus / "model"
-    rows = [{"text": "The sea is grey. " * 9, "kind": kind} for kind in ("a", "b", "c", "d")] * 3
+    rows: list[dict[str, object]] = [{"text": "The sea is grey. " * 9, "kind": kind} for kind in "abcd"] * 3
     turns = [{"role": "user", "content": "What is the sea?"}, {"role": "assistant", "content": "Salt water. " * 9}]
-    rows += [{"messages": turns, "kind": "chat", "source": "x"}] * 3  # type: ignore[dict-item]
+    rows += [{"messages": turns, "kind": "chat", "source": "x"}] * 3
     path.write_bytes(mutate.lines_bytes(case.rng, "\n".join(map(json.dumps, rows)).encode()))
     if case.rng.random() < 0.3:
         path = path.rename(case.folder / case.rng.choice(("texts.json", "texts.txt", "texts.parquet")))
