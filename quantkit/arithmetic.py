@@ -45,6 +45,17 @@ def quotient_scratch(x: Tensor, scale: Tensor) -> Tensor:
     return _rounded(x.div_(scale))
 
 
+def rounding_error(x: Tensor, scale: Tensor, *, out: Tensor) -> Tensor:
+    """What rounding adds to `x`, ``dequantize(quantize(x, scale), scale) - x``, bit for bit, without codes in between.
+
+    Args:
+        x: float32.
+        scale: of `scale_from_absmax` of slices of `x`, which clips nothing; it broadcasts against x.
+        out: float32 of x's shape, overwritten and returned.
+    """
+    return torch.div(x, scale, out=out).round_().mul_(scale).sub_(x)
+
+
 def _rounded(quotient: Tensor) -> Tensor:
     return quotient.round_().clamp_(-QMAX, QMAX)
 

@@ -71,6 +71,16 @@ def test_tokens_by_group_equal_each_group_alone() -> None:
         np.testing.assert_array_equal(scale[:, group : group + 1].numpy(), alone_scale)
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-37, 1.0, 3e38])
+def test_rounding_error_has_the_bits_of_codes(size: float) -> None:
+    x = torch.from_numpy(np.random.default_rng(5).uniform(-1, 1, (9, 5, 77)).astype(np.float32)) * size
+    scale = arithmetic.scale_from_absmax(x.abs().amax(-1, keepdim=True))
+    scratch = torch.full_like(x, 7)
+    found = arithmetic.rounding_error(x, scale, out=scratch)
+    assert found is scratch
+    assert torch.equal(found, arithmetic.dequantize(arithmetic.quantize(x, scale), scale) - x)
+
+
 def test_tokens_without_groups_have_one_scale() -> None:
     q, scale = arithmetic.quantize_tokens(torch.from_numpy(normal(4, 7)))
     assert (q.shape, scale.shape) == ((4, 7), (4, 1))

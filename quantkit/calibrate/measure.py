@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.archs import Architecture, Dims, Key
 from quantkit.calibrate.data import Batch
 from quantkit.calibrate.experts import Routing
-from quantkit.calibrate.statistics import InputStats, TokenStats, channel_absmax, token_stats
+from quantkit.calibrate.statistics import InputStats, TokenStats, channel_absmax, input_stats
 from quantkit.errors import InputError
 
 
@@ -93,10 +93,10 @@ class BatchMeasurement:
 
     def _add(self, name: str, row: int, x_TK: Tensor, module: str, experts: int = 1) -> TokenStats:
         """Measure rows that belong to one row of the statistics `name`."""
-        stats = self._measure(x_TK, module)
+        stats, absmax_K = self._measure(x_TK, module)
         self._current[name, row] = (x_TK, stats)
         absmax_EK = torch.zeros(experts, x_TK.shape[-1], device=self._layer.device)
-        absmax_EK[row] = channel_absmax(x_TK)
+        absmax_EK[row] = absmax_K
         self._stats(name, absmax_EK).add(absmax_EK, self._batch.kind, stats, np.full(x_TK.shape[0], row))
         return stats
 
@@ -116,13 +116,13 @@ class BatchMeasurement:
             and known[0].stride() == x_TK.stride()
         )
 
-    def _measure(self, x: Tensor, module: str, token: Tensor | None = None) -> TokenStats:
-        """Row statistics; `token` maps rows to tokens of the batch where they are not the same."""
-        stats = token_stats(x)
+    def _measure(self, x: Tensor, module: str, token: Tensor | None = None) -> tuple[TokenStats, Tensor]:
+        """See `input_stats`; `token` maps rows to tokens of the batch where they are not the same."""
+        stats, absmax_K = input_stats(x)
         infinite = np.flatnonzero(~np.isfinite(stats.absmax))
         if len(infinite):
             self._refuse(module, int(infinite[0] if token is None else token[infinite[0]]))
-        return stats
+        return stats, absmax_K
 
     def _refuse(self, module: str, token: int) -> None:
         raise InputError(
@@ -153,7 +153,7 @@ class BatchMeasurement:
             stats = self._shared_stats(role.input, x, name).take(routing.token.cpu().numpy())
             self._keep_rows(name, x)
         else:
-            stats = self._measure(x, f"{name}.{projection}_proj", routing.token)
+            stats, _ = self._measure(x, f"{name}.{projection}_proj", routing.token)
         found = self._input_name(role.input, per_expert=True)
         for key in keys:
             self.input_of.update({key._replace(expert=expert): found for expert in range(self._layer.dims.experts)})

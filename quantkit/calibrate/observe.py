@@ -27,7 +27,7 @@ from quantkit.calibrate.data import Batch
 from quantkit.calibrate.experts import OBSERVER, Routing, activated, is_fused_experts, projection_weight
 from quantkit.calibrate.measure import BatchMeasurement, Layer
 from quantkit.calibrate.rows import BatchRows
-from quantkit.calibrate.statistics import InputStats, channel_absmax, token_stats
+from quantkit.calibrate.statistics import InputStats, input_stats
 from quantkit.calibrate.weights import gemm_keys
 from quantkit.errors import QuantkitError
 
@@ -137,7 +137,8 @@ class LayerObserver:
             for expert in np.flatnonzero(self.routed < min_tokens).tolist():
                 for projection, x in (("in", x_SH), ("down", activated(module, expert, x_SH))):
                     key = self._projection_keys(module, projection)[0]._replace(expert=expert)
-                    self.inputs[self.input_of[key]].add_unrouted(expert, channel_absmax(x), token_stats(x))
+                    tokens, absmax_K = input_stats(x)
+                    self.inputs[self.input_of[key]].add_unrouted(expert, absmax_K, tokens)
 
     def _attach_linear(self, name: str, module: nn.Module) -> list[Any]:
         key = parameter_key(self._layer.arch, f"{self._layer.prefix}.{name}.weight")

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quantkit.arithmetic import dequantize, quantize_tokens
+from quantkit.arithmetic import rounding_error, scale_from_absmax
 from quantkit.spec.scheme import group_size_for
 
 BINS_PER_OCTAVE = 4
@@ -33,7 +33,7 @@ OUTLIER_FACTOR = 6.0
 of the outlier definition in LLM.int8() (Dettmers et al. 2022, magnitude 6), taken relative to the median because the
 scale of an activation is arbitrary."""
 
-_CHUNK_ELEMENTS = 1 << 18  # 1 MiB of float32: the temporaries of a chunk stay in the cache
+_CHUNK_ELEMENTS = 1 << 17  # 512 KiB of float32: a chunk and the scratch beside it stay in the cache
 _ACCELERATOR_CHUNK_ELEMENTS = 1 << 25  # 128 MiB: there each operation has a price of its own
 
 
@@ -52,27 +52,48 @@ class TokenStats:
 
 def token_stats(x_TK: Tensor) -> TokenStats:
     """Row statistics of `x_TK`, groups of `group_size_for(K)` channels; a non-finite row has a non-finite absmax."""
-    k = x_TK.shape[-1]
-    group = group_size_for(k)
+    return input_stats(x_TK)[0]
+
+
+def input_stats(x_TK: Tensor) -> tuple[TokenStats, Tensor]:
+    """`token_stats` and the largest magnitude of every channel, float32 `[K]`, NaN where it holds one, in one pass.
+
+    Everything that is computed for each value is written into the same scratch of one chunk: new memory for each
+    operation costs more than the operation.
+    """
+    tokens, k = x_TK.shape
     rows = max(1, (_CHUNK_ELEMENTS if x_TK.device.type == "cpu" else _ACCELERATOR_CHUNK_ELEMENTS) // k)
-    parts = [torch.stack(_chunk_stats(chunk.float(), group)) for chunk in x_TK.split(rows)]
-    return TokenStats(*torch.cat(parts, 1).cpu().numpy())  # one transfer
+    scratch_TK = torch.empty(min(rows, tokens), k, device=x_TK.device)
+    found_4T = torch.empty(4, tokens, device=x_TK.device)
+    channels = []
+    for start in range(0, tokens, rows):
+        chunk_TK = x_TK[start : start + rows].float()
+        found = found_4T[:, start : start + rows]
+        channels.append(_chunk_stats(chunk_TK, scratch_TK[: len(chunk_TK)], found, group_size_for(k)))
+    absmax_K = torch.stack(channels).amax(0) if channels else torch.zeros(k, device=x_TK.device)
+    return TokenStats(*found_4T.cpu().numpy()), absmax_K  # one transfer
 
 
-def _chunk_stats(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    absmax, square = channel_absmax(x_TK, dim=-1), _row_squares(x_TK)
-    q, scale = quantize_tokens(x_TK)
-    token_error = _row_squares(dequantize(q, scale).sub_(x_TK))
-    if group == x_TK.shape[-1]:
-        return absmax, square, token_error, token_error
-    q, scale = quantize_tokens(x_TK, group)
-    grouped = dequantize(q.unflatten(-1, (-1, group)), scale.unsqueeze(-1))
-    return absmax, square, token_error, _row_squares(grouped.flatten(-2).sub_(x_TK))
+def _chunk_stats(x_TK: Tensor, scratch_TK: Tensor, found_4T: Tensor, group: int) -> Tensor:
+    """Fill in the `TokenStats` of a chunk -> its largest magnitude of every channel `[K]`."""
+    absmax, square, token_error, group_error = found_4T
+    x_TGK, scratch_TGK = x_TK.unflatten(1, (-1, group)), scratch_TK.unflatten(1, (-1, group))
+    torch.abs(x_TK, out=scratch_TK)
+    absmax_K, absmax_TG = scratch_TK.amax(0), scratch_TGK.amax(2)
+    torch.amax(absmax_TG, 1, out=absmax)
+    _row_squares(x_TK, square)
+    rounding_error(x_TK, scale_from_absmax(absmax).unsqueeze(1), out=scratch_TK)
+    _row_squares(scratch_TK, token_error)
+    if group == x_TK.shape[1]:
+        group_error.copy_(token_error)
+    else:
+        rounding_error(x_TGK, scale_from_absmax(absmax_TG).unsqueeze(2), out=scratch_TGK)
+        _row_squares(scratch_TK, group_error)
+    return absmax_K
 
 
-def _row_squares(x_TK: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(x_TK, dim=-1)
-    return norms.square_()
+def _row_squares(x_TK: Tensor, out: Tensor) -> None:
+    torch.linalg.vector_norm(x_TK, dim=-1, out=out).square_()
 
 
 def channel_absmax(x: Tensor, dim: int = 0) -> Tensor:

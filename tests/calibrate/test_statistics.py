@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.calibrate.statistics import EDGES, InputStats, clipping_shares, token_stats
+from quantkit.calibrate.statistics import EDGES, InputStats, clipping_shares, input_stats, token_stats
 from quantkit.spec.scheme import group_size_for
 
 
@@ -22,13 +22,20 @@ def ref_error(x: np.ndarray, group: int) -> np.ndarray:
 def test_row_statistics(shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(shape[1])
     x = torch.randn(shape, generator=generator) * torch.rand(shape[1], generator=generator).mul(4).exp()
-    found = token_stats(x)
+    found, channels = input_stats(x)
     array = x.numpy()
+    np.testing.assert_array_equal(channels.numpy(), np.abs(array).max(0))
     np.testing.assert_array_equal(found.absmax, np.abs(array).max(-1))
     np.testing.assert_allclose(found.square, (array.astype(np.float64) ** 2).sum(-1), rtol=2e-5)
     tiny = 1e-12 * float(found.square.max())  # a value at the end of its range is exact up to the scale's own rounding
     np.testing.assert_allclose(found.token_error, ref_error(array, shape[1]), rtol=1e-3, atol=tiny)
     np.testing.assert_allclose(found.group_error, ref_error(array, group_size_for(shape[1])), rtol=1e-3, atol=tiny)
+
+
+def test_no_rows() -> None:
+    found, channels = input_stats(torch.zeros(0, 6))
+    assert len(found.absmax) == len(found.group_error) == 0
+    assert channels.tolist() == [0.0] * 6
 
 
 def test_zero_and_constant_rows() -> None:
@@ -44,7 +51,9 @@ def test_zero_and_constant_rows() -> None:
 def test_a_value_that_is_not_finite_shows_in_absmax(value: float) -> None:
     x = torch.ones(5, 130)
     x[3, 77] = value
-    assert np.flatnonzero(~np.isfinite(token_stats(x).absmax)).tolist() == [3]
+    found, channels = input_stats(x)
+    assert np.flatnonzero(~np.isfinite(found.absmax)).tolist() == [3]
+    assert (~channels.isfinite()).nonzero().flatten().tolist() == [77]
 
 
 def filled(rows: torch.Tensor, owner: np.ndarray, kind: np.ndarray, experts: int = 3) -> InputStats:
