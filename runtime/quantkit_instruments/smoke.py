@@ -52,6 +52,7 @@ class Result:
         text: prompt and generated text.
         generated: token ids.
         cache: what kept keys and values.
+        prefill: how chunks ran.
         cache_bytes: of keys and values, as they lay in memory.
         rows, verdict: GEMMs by kernel and dtype, INT8 against expected.
         memory_before, memory_after: bytes held by the process (host) or allocated on the card.
@@ -64,6 +65,7 @@ class Result:
     text: str
     generated: Generated
     cache: str
+    prefill: dict[str, Any]
     cache_bytes: int
     rows: tuple[GemmRow, ...]
     verdict: Verdict
@@ -118,6 +120,7 @@ def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, o
         text=tokenizer.decode([*prompt, *generated.tokens], skip_special_tokens=True),
         generated=generated,
         cache=runner.kind,
+        prefill=runner.prefill_facts(),
         cache_bytes=runner.nbytes,
         rows=tuple(gemm_rows(loaded.account)),
         verdict=judge(loaded.account),
@@ -228,6 +231,7 @@ def as_json(result: Result) -> dict[str, Any]:
             "tokens": list(result.generated.tokens),
             "stopped": result.generated.stopped,
         },
+        "prefill_runs": result.prefill,
         "gemms": [asdict(row) for row in result.rows],
         "int8": {**asdict(result.verdict), "run": result.verdict.forward + result.verdict.self_tested},
     }

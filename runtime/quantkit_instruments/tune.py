@@ -16,7 +16,8 @@ from quantkit.errors import UsageError
 from quantkit_instruments.timing import Call, call_us, copies
 from quantkit_runtime import device
 from quantkit_runtime.kernels import gemv, registry
-from quantkit_runtime.kernels.tuning import Attention, Streaming, Tile, Tuning, tuning
+from quantkit_runtime.kernels.reference import Tiles, cut
+from quantkit_runtime.kernels.tuning import Attention, Prefill, Streaming, Tile, Tuning, tuning
 
 SHAPES = ((12288, 4096), (4096, 12288))
 """(N, K) of the dense GEMMs: entering and leaving the MLP of a model of 7 to 13 B parameters."""
@@ -77,6 +78,16 @@ GEMV_TOKENS = (1, 2, 4, 8)
 ATTENTION = [Attention(bn, warps, stages, 0) for bn, warps in ((32, 2), (64, 2), (128, 4)) for stages in (3, 4, 5)]
 
 
+PREFILL = {
+    64: [Prefill(queries, bn, 4, stages) for queries in (16, 32, 64) for bn, stages in ((32, 3), (64, 2), (64, 3))],
+    512: [Prefill(*shape) for shape in (
+        (32, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2),
+        (128, 64, 8, 3), (128, 64, 4, 2), (128, 128, 8, 2), (128, 32, 8, 3),
+    )],
+}  # fmt: skip
+PREFILL[ANY] = PREFILL[512][2:]
+
+
 @dataclass(frozen=True)
 class Measured:
     """One candidate: what for, what it is, its time in microseconds (infinite where it does not compile)."""
@@ -123,6 +134,7 @@ class Tuner:
             grouped=self.experts(EXPERTS, 0),
             attention=self.attention(int8_keys=True),
             attention_float=self.attention(int8_keys=False),
+            prefill=self.prefill(),
             quantize=self.quantize(),
         )
         blocks_of = {bound: tile.bm for bound, tile in table.grouped}
@@ -177,6 +189,25 @@ class Tuner:
         keys = "int8" if int8_keys else "float"
         best: Attention = self._best(f"decode attention, {sequences} x {context}, {keys} keys", calls, str)
         return best
+
+    def prefill(self, context: int = 8192) -> tuple[tuple[int, Prefill], ...]:
+        """At the end of a text of `context` tokens with INT8 keys."""
+        from quantkit_runtime.kernels.triton import prefill
+
+        _, *stores, table, _ = paged_operands(1, context, int8_keys=True)
+
+        def calls(tokens: int, shape: Prefill) -> list[list[Call]]:
+            q = torch.randn((tokens, 32, 128), device="cuda", dtype=torch.bfloat16, generator=self._random)
+            rows = torch.tensor(cut([(tokens, context)], shape.queries), device="cuda", dtype=torch.int32)
+            tiles = Tiles(rows, shape.queries)
+            return [[partial(prefill.paged_prefill, q, *stores, table, tiles, 0.088, config=shape)]]
+
+        found = []
+        for bound, shapes in PREFILL.items():
+            tokens = min(bound, 2048)
+            what = f"prefill attention, {tokens} tokens"
+            found.append((bound, self._best(what, ((shape, calls(tokens, shape)) for shape in shapes), str)))
+        return tuple(found)
 
     def handover(self, table: Tuning) -> int:
         """Largest number of tokens at which the GEMV is no slower than tiles."""

@@ -12,7 +12,7 @@ Shape suffixes: T tokens or queries, L positions, H heads, G key/value heads, R 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quantkit.errors import first_line
+from quantkit_runtime.kernels.reference import Tiles
 from quantkit_runtime.kv_cache import KvCache, Layer, LayerSpec
 
 NAME = "quantkit_paged"
@@ -38,17 +39,17 @@ class Step:
         cache: the pool.
         write: puts keys and values `[T, G, D]` of the tokens into a layer.
         table: int32 `[B, groups, blocks]`, padded with 0; a layer reads that of its group.
-        lengths: int32 `[B]`, positions of each sequence after this step.
-        decode: the `paged_decode` kernel (see `kernels.reference`).
-        chunks: (queries, length) of each sequence; empty when every sequence has one query.
+        kernel: `paged_decode` or `paged_prefill` (see `kernels.reference`), None for attention in torch.
+        where: what the kernel takes behind the table: lengths of the sequences, or tiles of their queries.
+        chunks: (queries, length) of each sequence, for attention in torch.
     """
 
     cache: KvCache
     write: Callable[[Layer, Tensor, Tensor], None]
     table: Tensor
-    lengths: Tensor
-    decode: Callable[..., Tensor]
-    chunks: tuple[tuple[int, int], ...] = ()
+    kernel: Callable[..., Tensor] | None = None
+    where: Tensor | Tiles | None = None
+    chunks: Sequence[tuple[int, int]] = ()
 
 
 def register() -> None:
@@ -89,10 +90,10 @@ def paged_attention(
     window, block, tables = layer.spec.window, step.cache.format.block, step.table[:, layer.group]
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
     step.write(layer, k_TGD, v_TGD)
-    if not step.chunks:
+    if step.kernel is not None:
         stores = layer.keys.data, layer.keys.scale, layer.values.data, layer.values.scale
-        decoded = step.decode(q_THD, *stores, tables, step.lengths, scaling, s_aux, window, softcap or 0.0)
-        return decoded.unsqueeze(0), None
+        seen = step.kernel(q_THD, *stores, tables, step.where, scaling, s_aux, window, softcap or 0.0)
+        return seen.unsqueeze(0), None
     out, first = [], 0
     for row, (queries, length) in enumerate(step.chunks):
         unseen = max(0, length - queries - window + 1) // block if window else 0  # blocks before every query's window

@@ -27,7 +27,7 @@ class MemoryTable:
         weights: parameters and buffers.
         pool: the KV pool.
         workspace: measured on the largest prefill and decode step.
-        graphs: recorded decode steps.
+        graphs: recorded forwards.
         reserve: left alone.
         free: what could still be allocated.
         fits: (sequences at once, longest context of each) that there is room for instead of the pool.

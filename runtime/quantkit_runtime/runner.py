@@ -5,7 +5,8 @@ All runners take the same chunks, so the engine does not know which of them it d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from quantkit.errors import first_line
 from quantkit_runtime.attention import NAME, Step, implementation
+from quantkit_runtime.kernels.tuning import tuning
 from quantkit_runtime.kv_cache import KvCache, Layer
 from quantkit_runtime.memory import cache_bytes
+from quantkit_runtime.packing import Form, sizes
 
 
 class Chunk(NamedTuple):
@@ -39,6 +42,13 @@ class PagedRunner:
         device: where both lie.
         decode: the `paged_decode` kernel.
         rope_write: a kernel that writes keys and values as one; None writes them in torch.
+        attend: a `paged_prefill` kernel; None computes prefill attention in torch, sequence by sequence.
+        no_kernel: why it is None.
+
+    Attributes:
+        graphs, prefill_graphs: what is recorded: (graph, its input, its logits) by number of sequences, and by form.
+        eager_because, prefill_eager_because: why nothing is.
+        replays: forwards of each phase that were replays.
     """
 
     def __init__(
@@ -48,14 +58,20 @@ class PagedRunner:
         device: torch.device,
         decode: Callable[..., Tensor],
         rope_write: Callable[..., Tensor] | None = None,
+        attend: Callable[..., Tensor] | None = None,
+        no_kernel: str = "",
     ) -> None:
         self.model, self.cache, self.device, self.decode = model, cache, device, decode
         dims = {dim for layer in cache.layers.values() for dim in (layer.spec.key_dim, layer.spec.value_dim)}
         self._rope_write = rope_write if len(dims) == 1 else None
+        self.attend = attend
+        self.attention = f"torch ({no_kernel})" if attend is None else "one kernel"
         self.reserve, self.release, self.nbytes = cache.reserve, cache.release, cache.nbytes
         self.kind = f"paged, {cache.format.name}, blocks of {cache.format.block}"
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
-        self.eager_because = "no graphs were asked for"
+        self.prefill_graphs: dict[Form, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self.eager_because = self.prefill_eager_because = "no graphs were asked for"
+        self.replays = {"prefill": 0, "decode": 0}
 
     def forward(self, chunks: list[Chunk], every_token: bool = False) -> Tensor:
         """Logits `[B, V]` of the last token of every chunk, or `[T, V]` of all; their blocks are reserved."""
@@ -64,60 +80,78 @@ class PagedRunner:
         ids = [token for chunk in chunks for token in chunk.ids]
         positions = [at for chunk in chunks for at in range(chunk.start, chunk.stop)]
         slots = np.concatenate([self.cache.slots(*chunk[:2], chunk.stop) for chunk in chunks], axis=1)
-        shapes = tuple((len(chunk.ids), chunk.stop) for chunk in chunks)
-        packed = torch.from_numpy(np.concatenate(([ids, positions], slots))).to(self.device)
-        table = torch.from_numpy(self._tables(chunks, len(chunks), 0)).to(self.device)
-        return self.prefill(packed, table, shapes, every_token)
+        shapes = [(len(chunk.ids), chunk.stop) for chunk in chunks]
+        tables = self._tables(chunks, len(chunks), 0)
+        return self.prefill(np.concatenate(([ids, positions], slots)), tables, shapes, every_token)
 
     def prefill(
-        self, packed_RT: Tensor, table: Tensor, shapes: tuple[tuple[int, int], ...], every_token: bool = False
+        self, rows_RT: Any, tables: Any, shapes: Sequence[tuple[int, int]], every_token: bool = False
     ) -> Tensor:
-        """Ids, positions and each group's slots of packed tokens; tables `[B, groups, blocks]`; (tokens, length after
-        them) of each sequence.
+        """Arguments as `Form.pack`, on the host.
 
         Returns:
             Logits of the last token of each sequence, or of every token.
         """
-        last: Any = (
-            0 if every_token else torch.tensor([tokens for tokens, _ in shapes], device=self.device).cumsum(0) - 1
-        )
-        lengths = torch.tensor([length for _, length in shapes], dtype=torch.int32, device=self.device)
-        write = self._writer(packed_RT[2:])
-        return self._run(packed_RT, last, Step(self.cache, write, table, lengths, self.decode, shapes))
+        least = self.form(rows_RT.shape[1], *tables.shape)
+        form = min((form for form in self.prefill_graphs if form.holds(least)), default=None)
+        if form is None or every_token:
+            return self.prefill_packed(least.pack(rows_RT, tables, shapes).to(self.device), least, shapes, every_token)
+        graph, packed, logits = self.prefill_graphs[form]
+        packed.copy_(form.pack(rows_RT, tables, shapes))
+        graph.replay()
+        self.replays["prefill"] += 1
+        return logits[: len(shapes)]
+
+    def form(self, tokens: int, sequences: int, groups: int, width: int) -> Form:
+        queries = tuning().prefill_shape(tokens).queries if self.attend is not None else 0
+        return Form(tokens, sequences, groups, width, queries)
+
+    def prefill_packed(
+        self, packed: Tensor, form: Form, shapes: Sequence[tuple[int, int]] = (), every_token: bool = False
+    ) -> Tensor:
+        """As `prefill`, from what `form` packed; `shapes` are only read where attention runs in torch."""
+        rows, last, tables, tiles = form.parts(packed)
+        own = (self.attend, tiles) if self.attend is not None else (None, None, shapes)
+        return self._run(rows, 0 if every_token else last, Step(self.cache, self._writer(rows[2:]), tables, *own))
 
     def decode_rows(self, rows: Tensor) -> Tensor:
         """One token of each sequence from int32 rows `[B, row_width]`: id, position, then slots and tables by group."""
         groups = len(self.cache.rings)
         packed = rows[:, : 2 + groups].T.contiguous().long()  # once, and not by every layer that reads it
         tables = rows[:, 2 + groups :].unflatten(1, (groups, -1))
-        step = Step(self.cache, self._writer(packed[2:]), tables, rows[:, 1] + 1, self.decode)
+        step = Step(self.cache, self._writer(packed[2:]), tables, self.decode, rows[:, 1] + 1)
         return self._run(packed, 0, step)
 
     def row_width(self, blocks: int) -> int:
         """Width of a row of `decode_rows` with tables of so many blocks."""
         return 2 + len(self.cache.rings) * (1 + blocks)
 
-    def capture(self, batch: int, width: int) -> None:
-        """Record decode steps of 1, 2, 4, ... `batch` sequences with tables of `width` blocks as graphs."""
+    def capture(self, batch: int, width: int, chunk: int) -> None:
+        """Record forwards with tables of `width` blocks as graphs: decode steps of 1, 2, 4, ... `batch` sequences, and
+        prefill of `chunk` tokens of up to `batch` sequences, of half as many, and so on."""
         if self.device.type != "cuda":
-            self.eager_because = "graphs need a card"
+            self.eager_because = self.prefill_eager_because = "graphs need a card"
             return
-        pool = torch.cuda.graph_pool_handle()
-        sizes = sorted({min(1 << power, batch) for power in range(batch.bit_length() + 1)}, reverse=True)
+        pool, groups = torch.cuda.graph_pool_handle(), len(self.cache.rings)
         try:
-            for size in sizes:
+            for size in sorted({min(1 << power, batch) for power in range(batch.bit_length() + 1)}, reverse=True):
                 rows = torch.zeros((size, self.row_width(width)), dtype=torch.int32, device=self.device)
-                torch.cuda.synchronize()
-                with torch.cuda.stream(torch.cuda.Stream()):  # lazy initialization must not be recorded
-                    self.decode_rows(rows)
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    logits = self.decode_rows(rows)
-                self.graphs[size] = graph, rows, logits
+                self.graphs[size] = _recorded(partial(self.decode_rows, rows), rows, pool)
         except RuntimeError as error:  # an operation that waits for the device cannot be recorded
             self.graphs.clear()
-            self.eager_because = first_line(error)
+            self.eager_because = self.prefill_eager_because = first_line(error)
+            return
+        if self.attend is None:
+            self.prefill_eager_because = f"attention: {self.attention}"
+            return
+        try:
+            for tokens in sizes(chunk):
+                form = self.form(tokens, min(batch, tokens), groups, width)
+                packed = form.empty().to(self.device)
+                self.prefill_graphs[form] = _recorded(partial(self.prefill_packed, packed, form), packed, pool)
+        except RuntimeError as error:
+            self.prefill_graphs.clear()
+            self.prefill_eager_because = first_line(error)
 
     def _decode(self, chunks: list[Chunk]) -> Tensor:
         size = min((size for size in self.graphs if size >= len(chunks)), default=0)
@@ -126,7 +160,11 @@ class PagedRunner:
         graph, rows, logits = self.graphs[size]
         rows.copy_(torch.from_numpy(self._rows(chunks, size, rows.shape[1])))
         graph.replay()
+        self.replays["decode"] += 1
         return logits[: len(chunks)]
+
+    def prefill_facts(self) -> dict[str, Any]:
+        return _facts(self)
 
     def _rows(self, chunks: list[Chunk], size: int, width: int) -> Any:
         """Rows for `decode_rows`, of this width or as wide as they must be; what is added to reach `size` writes to
@@ -171,6 +209,18 @@ class PagedRunner:
         return logits
 
 
+def _recorded(run: Callable[[], Tensor], given: Tensor, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    """A graph of `run`, what it reads and the logits that it leaves."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):  # lazy initialization must not be recorded
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        logits = run()
+    return graph, given, logits
+
+
 class TransformersRunner:
     """Runs one sequence after the other, each with a cache of transformers.
 
@@ -179,13 +229,19 @@ class TransformersRunner:
 
     def __init__(self, model: Any, device: torch.device, why: str) -> None:
         self.model, self.device, self.kind = model, device, f"transformers' own, not paged: {why}"
-        self.eager_because = "transformers' cache grows"
+        self.attention = "transformers"
+        self.eager_because = self.prefill_eager_because = "transformers' cache grows"
         self.graphs: dict[int, Any] = {}
+        self.prefill_graphs: dict[Form, Any] = {}
+        self.replays = {"prefill": 0, "decode": 0}
         self.caches: dict[int, Any] = {}
         self.nbytes = 0  # most of all caches when a sequence ended
 
     def reserve(self, sequence: int, tokens: int) -> bool:
         return True
+
+    def prefill_facts(self) -> dict[str, Any]:
+        return _facts(self)
 
     def release(self, sequence: int) -> None:
         self.nbytes = max(self.nbytes, sum(map(cache_bytes, self.caches.values())))
@@ -203,6 +259,16 @@ class TransformersRunner:
                 out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             rows.append(out.logits[0, -1])
         return torch.stack(rows)
+
+
+def _facts(runner: PagedRunner | TransformersRunner) -> dict[str, Any]:
+    """How prefill runs, for reports: attention, tokens of recorded forwards or why there are none, replays."""
+    return {
+        "attention": runner.attention,
+        "graphs": sorted(form.tokens for form in runner.prefill_graphs),
+        "eager_because": "" if runner.prefill_graphs else runner.prefill_eager_because,
+        "replays": runner.replays["prefill"],
+    }
 
 
 Runner = PagedRunner | TransformersRunner

@@ -6,15 +6,21 @@ memory table holds what was measured and not an estimate.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from quantkit.errors import first_line
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.errors import OutOfMemory
 from quantkit_runtime.graft import LoadedModel
 from quantkit_runtime.kernels import registry
-from quantkit_runtime.kv_cache import CHUNK, KvCache, KvFormat
+from quantkit_runtime.kernels.reference import Tiles
+from quantkit_runtime.kernels.tuning import tuning
+from quantkit_runtime.kv_cache import CHUNK, KvCache, KvFormat, LayerSpec
 from quantkit_runtime.memory import MemoryTable, measured_peak, model_bytes
 from quantkit_runtime.runner import PagedRunner, Runner, TransformersRunner
 from quantkit_runtime.sampling import Sampling
@@ -32,7 +38,7 @@ class Options:
         batch: sequences that run at once.
         chunk: tokens of a prefill forward.
         kv: how a position is kept.
-        graphs: record decode steps as graphs.
+        graphs: record forwards as graphs.
         sampling, stop: see `Engine`.
     """
 
@@ -53,7 +59,30 @@ def make_runner(loaded: LoadedModel, fmt: KvFormat, blocks: int, sequences: int 
         return TransformersRunner(loaded.model, device, loaded.kv)
     decode, write = (registry.find(op, loaded.device.family) for op in ("paged_decode", "rope_write"))
     fused = write.run if write.name == "triton" else None  # torch's form of it waits for the device
-    return PagedRunner(loaded.model, KvCache(loaded.kv, fmt, blocks, device, sequences), device, decode.run, fused)
+    cache = KvCache(loaded.kv, fmt, blocks, device, sequences)
+    return PagedRunner(loaded.model, cache, device, decode.run, fused, *_prefill(loaded, fmt))
+
+
+def _prefill(loaded: LoadedModel, fmt: KvFormat) -> tuple[Callable[..., Tensor] | None, str]:
+    """The kernel of prefill attention, or None and why attention in torch must serve."""
+    found = registry.find("paged_prefill", loaded.device.family)
+    if found.name != "triton":  # the reference is no faster than torch's own attention, and waits for the device
+        why = [line for line in registry.skipped(loaded.device.family) if line.startswith("paged_prefill ")]
+        return None, next(iter(why), f"no other kernel on {loaded.device.family}")
+    kinds = {spec._replace(layer=0, window=0) for spec in loaded.kv if isinstance(spec, LayerSpec)}
+    for spec in kinds:  # heads may be too wide for a card: its compiler says so when it has compiled for them
+        _, keys, values, _ = KvCache([spec], fmt, 2, loaded.device.torch).layers[0]
+        q = torch.zeros((1, spec.heads, spec.key_dim), dtype=loaded.dtype, device=keys.data.device)
+        table = torch.zeros((1, 1), dtype=torch.int32, device=q.device)
+        for queries in {shape.queries for _, shape in tuning().prefill}:
+            tiles = Tiles(table.new_tensor([[0, 0, 1, 0]]), queries)
+            try:
+                found.run(q, keys.data, keys.scale, values.data, values.scale, table, tiles, 1.0)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # a compiler's own errors have no common class
+                return None, f"paged_prefill for heads of {spec.key_dim} and {spec.value_dim}: {first_line(error)}"
+    return found.run, ""
 
 
 def start(loaded: LoadedModel, options: Options) -> tuple[Engine, MemoryTable]:
@@ -66,7 +95,8 @@ def start(loaded: LoadedModel, options: Options) -> tuple[Engine, MemoryTable]:
     weights, workspace = model_bytes(loaded.model), _workspace(loaded, options)
     free = device.free_memory()
     reserve, width = int(free * RESERVE), fmt.blocks(options.context)
-    room = free - workspace - reserve
+    recorded = options.graphs and device.torch.type == "cuda"
+    room = free - workspace * (1 + recorded) - reserve  # a recorded prefill holds its workspace for good
     (blocks,) = _most_blocks(loaded, fmt, room, (batch, width))
     if not isinstance(loaded.kv, str) and blocks < 1 + width:
         raise OutOfMemory(
@@ -77,7 +107,7 @@ def start(loaded: LoadedModel, options: Options) -> tuple[Engine, MemoryTable]:
     runner = make_runner(loaded, fmt, blocks, batch)
     before = device.free_memory()
     if isinstance(runner, PagedRunner) and options.graphs:
-        runner.capture(batch, width)
+        runner.capture(batch, width, options.chunk)
     graphs = max(0, before - device.free_memory()) if runner.graphs else 0
     table = MemoryTable(
         weights=weights,
@@ -87,7 +117,7 @@ def start(loaded: LoadedModel, options: Options) -> tuple[Engine, MemoryTable]:
         graphs=graphs,
         reserve=reserve,
         free=device.free_memory(),
-        fits=_fits(loaded, fmt, room - graphs),
+        fits=_fits(loaded, fmt, free - workspace - reserve - graphs),
     )
     return Engine(runner, batch, options.chunk, options.stop, options.sampling), table
 
@@ -120,13 +150,13 @@ def _workspace(loaded: LoadedModel, options: Options) -> int:
     context, width = options.context, options.kv.blocks(options.context)
     tokens = min(options.chunk, context * options.batch)
     counts = [min(context, tokens - first) for first in range(0, tokens, context)]
-    packed = torch.zeros((3, sum(counts)), dtype=torch.long, device=device)
-    packed[0] = torch.arange(sum(counts)) % loaded.files.dims.vocab  # equal tokens would all go to the same experts
-    packed[1] = torch.cat([torch.arange(context - count, context) for count in counts])
-    table = torch.zeros((len(counts), 1, width), dtype=torch.int32, device=device)
+    packed = np.zeros((3, sum(counts)), dtype=np.int32)
+    packed[0] = np.arange(sum(counts)) % loaded.files.dims.vocab  # equal tokens would all go to the same experts
+    packed[1] = np.concatenate([np.arange(context - count, context) for count in counts])
+    table, shapes = np.zeros((len(counts), 1, width), dtype=np.int32), [(count, context) for count in counts]
     rows = torch.zeros((options.batch, runner.row_width(width)), dtype=torch.int32, device=device)
     rows[:, 1] = context - 1
     return max(
-        measured_peak(device, lambda: runner.prefill(packed, table, tuple((count, context) for count in counts))),
+        measured_peak(device, lambda: runner.prefill(packed, table, shapes)),
         measured_peak(device, lambda: runner.decode_rows(rows)),
     )

@@ -1,11 +1,12 @@
 """The engine on a card from end to end: a Llama of 24 layers on disk, converted, loaded, beside its BF16 source.
 
-    python tests/bench/gpu_engine.py [--small] [--work DIR]
+    python tests/bench/gpu_engine.py [--prefill] [--small] [--work DIR]
 
 What runs are the commands that a user has: `quantkit convert`, `quantkit-runtime bench` with the source as baseline
 and with the fusions one by one, and with two cards or more the same of shards for `--tp 2` and `commcheck`. The memory
-that `bench` plans is held against the peak that the card counted. `--small` tries the script on a tiny model, on the
-CPU too.
+that `bench` plans is held against the peak that the card counted. `--prefill` measures prefill alone: chunks of 512
+against one forward, two cards against one, and the result goes to `gpu_prefill_engine`. `--small` tries the script on a
+tiny model, on the CPU too.
 """
 
 from __future__ import annotations
@@ -121,14 +122,23 @@ def memory_error(found: dict[str, Any]) -> float:
 def main() -> None:
     parser = common.arguments(__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--prefill", action="store_true", help="only prefill: chunks against one forward, tp 2")
     args = parser.parse_args()
     config = CONFIG | (SMALL if args.small else {})
     work = args.work / "gpu_engine"
     source, int8 = work / "source", work / "int8"
     cards = torch.cuda.device_count() if args.device == "cuda" else 0
-    report = common.Report("gpu_engine", args.small, {"config": config, "cards": cards})
+    report = common.Report(
+        "gpu_prefill_engine" if args.prefill else "gpu_engine", args.small, {"config": config, "cards": cards}
+    )
     write_model(source, config, args.device)
     common.run([*common.QUANTKIT, "convert", source, "-o", fresh(int8), "--recipe", "w8a8"])
+    if cards > 1 or args.small:
+        shard(work)
+    if args.prefill:
+        prefill(report, work, args)
+        report.write()
+        return
     lengths, batches = ("32", "1,2") if args.small else ("128,512,2048,8192", "1,2,4,8,16,32,64")
     shapes = ["--device", args.device, "--lengths", lengths, "--batches", batches, "--steps", "32", "--json"]
     shapes += ["--sweep-length", "32"] if args.small else []
@@ -143,12 +153,7 @@ def main() -> None:
         report.target("decode, 8 sequences: times as fast as BF16", ratios["decode"]["512 x 8"], 1.6, at_most=False)
     if cards > 1 or args.small:
         two_ranks(report, work, ours, shapes, args.device)
-    big = ["--chunk", "8192", "--lengths", "32" if args.small else "2048,8192", "--batches", "1", "--steps", "8"]
-    big += ["--device", args.device, "--json", *(["--sweep-length", "32"] if args.small else [])]
-    report.data["chunk_8192"] = large = {"single": report_of([*INSTRUMENTS, "bench", int8, *big])["candidate"]}
-    if cards > 1 or args.small:
-        large["tp2"] = report_of([*TORCHRUN, *INSTRUMENTS, "bench", work / "tp2", *big])["candidate"]
-        compare("two cards against one, prefill in one forward", large["tp2"], large["single"])
+    prefill(report, work, args)
     report.write()  # here too: what follows is long
     length = "32" if args.small else "512"
     few = ["--lengths", length, "--sweep-length", length, "--batches", "1", "--steps", "32", "--json"]
@@ -161,10 +166,50 @@ def main() -> None:
     report.write()
 
 
-def two_ranks(report: common.Report, work: Path, single: dict[str, Any], shapes: list[str], device: str) -> None:
-    """Shards for `--tp 2` beside the same weights on one card."""
+def shard(work: Path) -> None:
+    """The INT8 model for `--tp 2`."""
     shards = fresh(work / "tp2")
     common.run([*common.QUANTKIT, "convert", work / "int8", "-o", shards, "--format", "sharded", "--tp", "2"])
+
+
+def prefill(report: common.Report, work: Path, args: Any) -> None:
+    """One card and two, in chunks of 512 and whole: what the chunks cost, and what a second card gives."""
+    longest = "32" if args.small else "8192"
+    lengths = longest if args.small else f"512,2048,{longest}"
+    common_options = ["--lengths", lengths, "--batches", "1", "--sweep-length", lengths.split(",")[0], "--steps", "8"]
+    common_options += ["--repeats", "3", "--device", args.device, "--json"]
+    found: dict[str, dict[str, Any]] = {}
+    meshes = {"one card": [work / "int8"], "two cards": [work / "tp2"]}
+    two = report.data["settings"]["cards"] > 1 or args.small
+    for mesh, folder in meshes.items():
+        for chunk in ("8" if args.small else "512", longest):
+            if mesh == "one card" or two:
+                words = [*INSTRUMENTS, "bench", *folder, "--chunk", chunk, *common_options]
+                run = report_of(words if mesh == "one card" else [*TORCHRUN, *words])["candidate"]
+                found[f"{mesh}, chunks of {chunk}"] = run
+    report.data["prefill"] = found
+    cells = []
+    for name, run in found.items():
+        facts, ttft = run["prefill_runs"], by_shape(run["prefill"], "ttft")
+        graphs = f"graphs of {', '.join(map(str, facts['graphs']))}" if facts["graphs"] else facts["eager_because"]
+        times = [f"{seconds * 1e3:.2f}" for seconds in ttft.values()]
+        cells.append([name, *times, f"{graphs} ({facts['replays']} replays)", facts["attention"]])
+        if args.device == "cuda":
+            memory_error(run)
+    common.table(["first token, ms", *(f"{length} tokens" for length in lengths.split(",")), "ran", "attention"], cells)
+    if args.device != "cuda":
+        return
+    time_of = {name: by_shape(run["prefill"], "ttft")[int(longest), 1] for name, run in found.items()}
+    chunked, whole = (time_of[f"one card, chunks of {chunk}"] for chunk in ("512", longest))
+    report.target("8,192 tokens in chunks of 512 over one forward: time", chunked / whole, 1.5)
+    if two:
+        ratio = chunked / time_of["two cards, chunks of 512"]
+        report.target("8,192 tokens in chunks of 512: two cards times one", ratio, 1.0, at_most=False)
+
+
+def two_ranks(report: common.Report, work: Path, single: dict[str, Any], shapes: list[str], device: str) -> None:
+    """Shards for `--tp 2` beside the same weights on one card."""
+    shards = work / "tp2"
     found = report_of([*TORCHRUN, *INSTRUMENTS, "bench", shards, *shapes])["candidate"]
     report.data["tp2"] = found
     report.data["tp2_times_single"] = ratios = compare("two cards against one", found, single)

@@ -18,10 +18,12 @@ from quantkit_runtime import device as devices
 from quantkit_runtime import session
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.graft import load_model
+from quantkit_runtime.kernels import reference
 from quantkit_runtime.kv_cache import KvFormat
 from quantkit_runtime.runner import PagedRunner
 from quantkit_runtime.session import make_runner
 from tests.families import VOCAB, make_tiny
+from tests.runtime.recorded import record
 
 TOKENS, NEW_TOKENS = 12, 3
 
@@ -71,17 +73,24 @@ def run_model(folder: Path, *prompts: torch.Tensor, dtype: str = "float32", **op
     }
 
 
-def run_session(folder: Path, prompts: list[list[int]], count: int, chunk: int) -> dict[str, Any]:
-    """A session of this process's part for all prompts at once: their tokens and what the pools came to."""
+def run_session(
+    folder: Path, prompts: list[list[int]], count: int, chunk: int, recorded: bool = False
+) -> dict[str, Any]:
+    """A session of this process's part for all prompts at once: their tokens and what the pools came to; `recorded`:
+    prefill in the form that graphs have."""
     loaded = load_model(folder, devices.resolve("cpu"), torch.float32)
     context, kv = max(map(len, prompts)) + count - 1, KvFormat(torch.float32, torch.float32, 4)
     engine, table = session.start(loaded, session.Options(context, kv, len(prompts), chunk))
     assert isinstance(engine.runner, PagedRunner)
+    if recorded:
+        engine.runner.attend = reference.paged_prefill
+        record(engine.runner, chunk, len(prompts), kv.blocks(context))
     layers = engine.runner.cache.layers.values()
     return {
         "tokens": [one.tokens for one in engine.generate(prompts, count)],
         "blocks": {layer.spec.layer: len(layer.keys.data) for layer in layers},
         "fits": table.fits,
+        "replays": engine.runner.replays["prefill"],
     }
 
 

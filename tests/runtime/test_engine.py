@@ -14,9 +14,11 @@ from torch import Tensor
 from quantkit.archs.modeling import load_tokenizer
 from quantkit.errors import InputError, UsageError
 from quantkit_instruments.tokenizer import encode, stop_tokens
+from quantkit_runtime import packing
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.graft import LoadedModel
 from quantkit_runtime.kernels import reference
+from quantkit_runtime.kernels.tuning import Prefill, Tuning
 from quantkit_runtime.kv_cache import KvCache, KvFormat
 from quantkit_runtime.runner import Chunk, PagedRunner, TransformersRunner
 from quantkit_runtime.session import make_runner
@@ -24,6 +26,7 @@ from tests.families import FAMILY_NAMES, VOCAB, make_tiny
 from tests.reference import transformers_model
 from tests.runtime import outputs
 from tests.runtime.conftest import TINY
+from tests.runtime.recorded import Replayed, record
 
 FLOAT = KvFormat(torch.float32, torch.float32)
 UNPAGED = {
@@ -155,19 +158,6 @@ def test_a_small_pool_preempts_and_changes_nothing(tiny: Callable[[str], Path], 
     assert drive.counts.positions <= runner.cache.capacity
 
 
-class Replayed:
-    """Stands for a recorded graph on a host: replay computes from the rows in place, as a card does."""
-
-    def __init__(self, runner: PagedRunner, size: int, width: int) -> None:
-        self.runner, self.replays = runner, 0
-        self.rows = torch.zeros((size, runner.row_width(width)), dtype=torch.int32)
-        self.logits = runner.decode_rows(self.rows)
-
-    def replay(self) -> None:
-        self.replays += 1
-        self.logits.copy_(self.runner.decode_rows(self.rows))
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])
 def test_decode_from_fixed_rows_is_that_of_fitting_ones(
     tiny: Callable[[str], Path], load: Load, family: str, monkeypatch: pytest.MonkeyPatch
@@ -185,6 +175,85 @@ def test_decode_from_fixed_rows_is_that_of_fitting_ones(
     assert drive.generate(texts[:1], 9) == want[:1]
     assert drive.generate(texts, 9) == want
     assert graphs[2].replays == graphs[4].replays == 8
+
+
+@pytest.fixture
+def short_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 24, 12 and 6, in tiles of 4."""
+    monkeypatch.setattr(packing, "SMALLEST", 6)
+    monkeypatch.setattr(Tuning, "prefill_shape", lambda self, tokens: Prefill(4, 16, 4, 2))
+
+
+@pytest.mark.usefixtures("short_forms")
+@pytest.mark.parametrize("keys", [torch.float32, torch.int8])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2", "deepseek_v3", "qwen3_moe"])
+def test_prefill_of_a_fixed_form_is_that_of_fitting_ones(
+    tiny: Callable[[str], Path], load: Load, family: str, keys: torch.dtype
+) -> None:
+    """Attention by tiles in forwards of 24, 12 and 6 tokens for up to 3 sequences with tables for the longest: what is
+    missing is padding. Against attention in torch, sequence by sequence; windows, softcaps, sinks, wide keys."""
+    loaded, texts, fmt = load(tiny(family)), prompts(61, 23, 9), KvFormat(keys, torch.float32, 4, 24)
+    plain, fitting, fixed = (make_runner(loaded, fmt, 60, 3) for _ in range(3))
+    for runner in (plain, fitting, fixed):
+        assert isinstance(runner, PagedRunner)
+        assert all(runner.reserve(name, len(ids)) for name, ids in enumerate(texts))
+        if runner is not plain:
+            runner.attend = reference.paged_prefill
+    assert isinstance(fixed, PagedRunner)
+    assert len(fixed.cache.rings) == (2 if family in ("gpt_oss", "gemma2") else 1)
+    record(fixed, 24, 3, 16)
+    assert [form.tokens for form in fixed.prefill_graphs] == [24, 12, 6]
+    at = [0, 0, 0]
+    for counts in [(5, 0, 1), (0, 7, 0), (17, 3, 4), (24, 0, 0), (2, 0, 3), (13, 8, 1), (0, 5, 0)]:
+        chunks = [Chunk(i, at[i], texts[i][at[i] : at[i] + size]) for i, size in enumerate(counts) if size]
+        want, *got = (runner.forward(chunks) for runner in (plain, fitting, fixed))
+        at = [start + size for start, size in zip(at, counts, strict=True)]
+        assert all(one.shape == want.shape for one in got)
+        for one in got:
+            close(one, want)
+    assert at == [61, 23, 9]
+    assert fixed.replays == {"prefill": 7, "decode": 0}
+    assert fitting.replays["prefill"] == plain.replays["prefill"] == 0
+
+
+@pytest.mark.usefixtures("short_forms")
+def test_what_no_recorded_form_holds_runs_eagerly(tiny: Callable[[str], Path], load: Load) -> None:
+    """More tokens, more sequences, longer tables, logits of every token."""
+    runner = make_runner(load(tiny("llama")), FLOAT, 40)
+    assert isinstance(runner, PagedRunner)
+    runner.attend = reference.paged_prefill
+    texts = prompts(31, 3, 3, 100)
+    for name, ids in enumerate(texts):
+        assert runner.reserve(name, len(ids))
+    record(runner, 24, 2, 2)
+    want = [whole(runner.model, ids) for ids in texts]
+    close(runner.forward([Chunk(0, 0, texts[0])]), want[0][-1:])
+    close(runner.forward([Chunk(i, 0, texts[i][:2]) for i in range(3)]), torch.stack([rows[1] for rows in want[:3]]))
+    close(runner.forward([Chunk(3, 0, texts[3][:9])]), want[3][8:9])
+    close(runner.forward([Chunk(0, 0, texts[0][:9])], every_token=True), want[0][:9])
+    assert runner.replays["prefill"] == 0
+    close(runner.forward([Chunk(0, 0, texts[0][:9])]), want[0][8:9])
+    assert runner.replays["prefill"] == 1
+
+
+@pytest.mark.usefixtures("short_forms")
+def test_the_engine_fills_recorded_forms(tiny: Callable[[str], Path], load: Load) -> None:
+    loaded, texts = load(tiny("gpt_oss")), prompts(61, 4, 37)
+    want = engine(loaded, 40, batch=3, chunk=24).generate(texts, 9)
+    runner = make_runner(loaded, replace(FLOAT, chunk=24), 40)
+    assert isinstance(runner, PagedRunner)
+    runner.attend = reference.paged_prefill
+    record(runner, 24, 3, 8)
+    drive = Engine(runner, batch=3, chunk=24)
+    assert drive.generate(texts, 9) == want
+    assert runner.replays["prefill"] == drive.counts.prefills == 5  # 102 tokens by 24
+
+
+def test_countsof_recorded_forms() -> None:
+    assert packing.sizes(512) == [512, 256, 128, 64]
+    assert packing.sizes(100) == [100]
+    assert packing.sizes(20) == [20]
+    assert packing.sizes(1) == [1]
 
 
 @pytest.mark.parametrize("keys", [torch.float32, torch.int8])

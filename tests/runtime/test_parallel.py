@@ -150,6 +150,20 @@ def test_stages_with_and_without_windows_run_in_step(families: Prepared, world: 
     assert first["fits"] == last["fits"]
 
 
+@pytest.mark.parametrize("mesh", ["tp2", "pp2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_chunks_in_the_form_of_graphs_are_the_same(families: Prepared, world: World, family: str, mesh: str) -> None:
+    """Forwards of 9 packed tokens, padded, against those of one process that fit."""
+    folder, _, _ = families[family]
+    prompts = [tasks.prompt(tokens, seed=tokens)[0].tolist() for tokens in (20, 3, 11)]
+    (alone,) = world.mesh(tasks.run_session, 1, folder / "one", prompts, 5, 9)
+    run = partial(tasks.run_session, recorded=True)
+    for found in world.mesh(run, 2, folder / mesh, prompts, 5, 9):
+        assert found["tokens"] == alone["tokens"]
+        assert found["replays"] == 4
+        assert alone["replays"] == 0
+
+
 EXPERTS = {
     "ep": Mesh(tp=2, ep=2),
     "ep over replicas": Mesh(dp=2, ep=2),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quantkit_runtime.memory import MemoryTable
     from quantkit_runtime.sampling import Sampling
 
-OPS = ("w8a8_gemm", "grouped_gemm", "quantize", "paged_decode", "rope_write")
+OPS = ("w8a8_gemm", "grouped_gemm", "quantize", "paged_decode", "paged_prefill", "rope_write")
 """Operations whose kernels a report names."""
 
 _SHOWN: dict[str, Any] = {"show_default": True}
@@ -46,7 +46,7 @@ _OPTIONS = (
         **_SHOWN,
         help="Tokens from which sums over ranks overlap with computing; 0: never. Can pay between slow links.",
     ),
-    click.option("--no-graphs", is_flag=True, help="Do not record decode steps as graphs."),
+    click.option("--no-graphs", is_flag=True, help="Do not record forwards as graphs."),
     no_verify_option,
 )
 
@@ -120,6 +120,7 @@ def session_report(loaded: LoadedModel, engine: Engine, table: MemoryTable) -> d
         "kv_cache": runner.kind,
         "graphs": sorted(runner.graphs),
         "eager_because": "" if runner.graphs else runner.eager_because,
+        "prefill_runs": runner.prefill_facts(),
         "fusions": {row.name: {"fused": len(row.fused), "refused": row.refused} for row in outcomes(loaded.model)},
         "kernels": {op: registry.names(op, loaded.device.family)[:1] for op in OPS},
         "kernels_passed_over": registry.skipped(loaded.device.family),
@@ -136,6 +137,7 @@ def print_session(out: Console, loaded: LoadedModel, engine: Engine, table: Memo
     graphs = f"graphs of {len(runner.graphs)} batch sizes" if runner.graphs else f"eager ({runner.eager_because})"
     print_device(out, loaded)
     out.print(f"KV cache: {runner.kind}; decode steps: {graphs}", markup=False)
+    out.print(f"prefill: {prefill_line(runner.prefill_facts())}", markup=False)
     for row in outcomes(loaded.model):
         out.print(f"fusion {row.line}", markup=False)
     for line in registry.skipped(loaded.device.family):
@@ -144,6 +146,13 @@ def print_session(out: Console, loaded: LoadedModel, engine: Engine, table: Memo
     if table.fits:
         rows = [[str(batch), f"{context:,}"] for batch, context in table.fits]
         print_table(out, "What the memory has room for", ["sequences", "positions of each"], rows)
+
+
+def prefill_line(facts: dict[str, Any]) -> str:
+    """How chunks run, from `prefill_facts` of a runner."""
+    sizes = ", ".join(f"{tokens:,}" for tokens in facts["graphs"])
+    graphs = f"graphs of {sizes} tokens" if sizes else f"eager ({facts['eager_because']})"
+    return f"{graphs}; attention: {facts['attention']}"
 
 
 def print_device(out: Console, loaded: LoadedModel) -> None:

@@ -71,7 +71,8 @@ def command(
         out.print(f"{len(one.tokens)} new tokens{' up to a stop token' if one.stopped else ''}: {text!r}", markup=False)
     counts = vars(engine.counts)
     out.print(
-        f"forwards: {counts['prefills']} of prefill, {counts['decodes']} of decode; "
+        f"forwards: {counts['prefills']} of prefill, {counts['decodes']} of decode, "
+        f"of which {engine.runner.replays['prefill']} and {engine.runner.replays['decode']} were graphs; "
         f"sequences that gave their KV blocks back and were computed again: {counts['preemptions']}"
     )
     leave()

@@ -13,6 +13,7 @@ from quantkit_instruments.commands.common import (
     dtype_option,
     human_size,
     no_verify_option,
+    prefill_line,
     print_device,
     print_table,
 )
@@ -122,6 +123,7 @@ def _print_result(out: Console, result: Result) -> None:
     rows += [["largest amount on the card", human_size(result.memory_peak)]] if result.memory_peak else []
     print_table(out, "Memory, measured", ["what", "size"], rows)
     out.print(f"KV cache: {result.cache}")
+    out.print(f"prefill: {prefill_line(result.prefill)}", markup=False)
     finite = "all finite" if result.logits_finite else "NOT FINITE"
     out.print(f"forward: logits {list(result.logits_shape)}, {finite}")
     out.print(f"generated {len(generated.tokens)} tokens{' up to a stop token' if generated.stopped else ''}:")

@@ -10,7 +10,7 @@ S = T x k slots (a token at one of its experts), I inner channels; B sequences, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -264,6 +264,58 @@ def _gather(cache: Tensor, scale: Tensor | None, table: Tensor) -> Tensor:
     """Float32 `[B, kv_heads, max_blocks x block, D]` of each sequence's blocks."""
     values = cache[table].float() if scale is None else dequantize(cache[table], scale[table].unsqueeze(-1))
     return values.transpose(1, 2).flatten(2, 3)
+
+
+class Tiles(NamedTuple):
+    """Packed queries cut into tiles of one sequence; every query is in one tile.
+
+    Attributes:
+        rows: int32 `[tiles, 4]`: row of the block table, first query, number of queries, position of the first query in
+            its sequence. Queries at negative positions are padding. Tiles of no queries are not needed.
+        queries: most of a tile, a power of two.
+    """
+
+    rows: Tensor
+    queries: int
+
+
+def cut(shapes: Iterable[tuple[int, int]], queries: int) -> list[tuple[int, int, int, int]]:
+    """Rows of `Tiles` for packed sequences of which each has (queries, positions with them)."""
+    rows, first = [], 0
+    for row, (count, length) in enumerate(shapes):
+        rows += [(row, first + at, min(queries, count - at), length - count + at) for at in range(0, count, queries)]
+        first += count
+    return rows
+
+
+def paged_prefill(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    k_scale: Tensor | None,
+    v_cache: Tensor,
+    v_scale: Tensor | None,
+    block_table: Tensor,
+    tiles: Tiles,
+    scale: float,
+    sinks: Tensor | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Causal attention of packed queries, whose own keys are cached already -> `[T, H, Dv]` in q's dtype.
+
+    Args:
+        q_THD: queries of all sequences, those of one in order.
+        tiles: which query is whose, and where it stands; padding gives zeros.
+        k_cache, k_scale, v_cache, v_scale, block_table, scale, sinks, window, softcap: as in `paged_decode`.
+    """
+    out = q_THD.new_zeros((*q_THD.shape[:2], v_cache.shape[3]))
+    for row, first, queries, position in tiles.rows[tiles.rows[:, 2] > 0].tolist():
+        part = slice(first, first + queries)
+        # each query as a sequence that ends with it
+        lengths = torch.arange(position + 1, position + 1 + queries, device=q_THD.device).clamp_min(0)
+        table, stores = block_table[row].expand(queries, -1), (k_cache, k_scale, v_cache, v_scale)
+        out[part] = paged_decode(q_THD[part], *stores, table, lengths, scale, sinks, window, softcap)
+    return out
 
 
 def rope_write(

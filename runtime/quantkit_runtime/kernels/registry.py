@@ -14,6 +14,7 @@ An operation has one signature for all devices; `kernels.reference` is its defin
 - `align`, `combine`: routing into tiles and the weighted sum back.
 - `rope_write`: rotary embedding and the write of keys and values into a paged cache.
 - `paged_decode`: attention of one query per sequence over a paged cache.
+- `paged_prefill`: causal attention of packed queries over it, in tiles of one sequence.
 
 A new kernel is one file and one row here; a row above another of the same key is preferred. A row that cannot serve (no
 compiler, no Triton, a failed self-test) is passed over, and `skipped` says why.
@@ -77,7 +78,7 @@ def _triton_rows(module: str, *ops: str) -> tuple[Row, ...]:
 
 FUSED = ("quantize", "norm_quantize", "silu_mul_quantize")
 ROUTED = ("align", "combine")
-PAGED = ("paged_decode", "rope_write")
+PAGED = ("paged_decode", "paged_prefill", "rope_write")
 
 ROWS: tuple[Row, ...] = (
     *_card_rows("w8a8_gemm", "streaming-gemv", "gemv:w8a8_gemm", needs=COMPILER, few=True, multiple=16),
@@ -89,6 +90,7 @@ ROWS: tuple[Row, ...] = (
     *_triton_rows("quantize", *FUSED),
     *_triton_rows("routing", *ROUTED),
     *_triton_rows("attention", "paged_decode"),
+    *_triton_rows("prefill", "paged_prefill"),
     *_triton_rows("cache", "rope_write"),
     *_card_rows("w8a8_gemm", "torch._int_mm", "int_mm:w8a8_gemm"),
     *(row for op in (*FUSED, *PAGED) for row in _card_rows(op, "torch", f"reference:{op}")),

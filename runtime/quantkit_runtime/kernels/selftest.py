@@ -77,9 +77,10 @@ def _tensors(run: Any, arguments: tuple[Any, ...]) -> list[Tensor]:
 def _moved(value: Any, device: str) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
-    if isinstance(value, reference.Alignment):
-        return reference.Alignment(value.slots.to(device), value.tile_expert.to(device), value.block)
-    return tuple(_moved(part, device) for part in value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        parts = [_moved(part, device) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
 
 
 # -------------------------------------------------------------------------------------------------- cases
@@ -182,6 +183,28 @@ def _decode(tokens: int) -> Iterator[Case]:
     yield Case((q, k, scales[0], v.float(), None, table, lengths, 0.1, sinks, 20), 1e-3)
 
 
+def _prefill(tokens: int) -> Iterator[Case]:
+    """Two sequences with and without a past, and padding."""
+    from quantkit_runtime.kernels.tuning import tuning
+
+    random, page, queries = _random(tokens), 16, tuning().prefill_shape(tokens).queries
+    shapes = [(tokens - tokens // 3, tokens - tokens // 3 + 21), (tokens // 3, tokens // 3)]
+    rows = [*reference.cut(shapes, queries), (0, tokens, 1, -1), (0, 0, 0, 0)]
+    tiles = reference.Tiles(torch.tensor(rows, dtype=torch.int32), queries)
+    blocks = -(-shapes[0][1] // page)
+    table = torch.randperm(2 * blocks, generator=random).view(2, -1).to(torch.int32)
+    other = (64, 32, torch.int8, torch.int8, 50) if tokens > 64 else (80, 64, torch.float32, torch.float32, 0)
+    for dim, dim_v, keys, values, window in ((128, 128, torch.int8, torch.float32, 0), other):
+        stores: list[Tensor | None] = []
+        for width, kept in ((dim, keys), (dim_v, values)):
+            shape, int8 = (2 * blocks, 2, page, width), kept == torch.int8
+            stores.append(_int8(random, *shape) if int8 else torch.randn(shape, generator=random))
+            stores.append(_scales(random, *shape[:3]) / 64 if int8 else None)
+        q, sinks = torch.randn((tokens + 1, 4, dim), generator=random), torch.randn(4, generator=random)
+        arguments = (*stores, table, tiles, 0.1, sinks if window else None, window)
+        yield Case((q, *arguments), 1e-4) if window or keys != torch.int8 else Case((q.bfloat16(), *arguments), 1e-2)
+
+
 def _rope_write(tokens: int) -> Iterator[Case]:
     random, heads, kv_heads, dim, page = _random(tokens), 6, 2, 64, 16
     qkv = torch.randn((tokens, (heads + 2 * kv_heads) * dim), generator=random)
@@ -227,6 +250,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     "align": _alignment,
     "combine": _combine,
     "paged_decode": _decode,
+    "paged_prefill": _prefill,
     "rope_write": _rope_write,
 }
 _REFERENCES: dict[str, Callable[..., Tensor]] = {

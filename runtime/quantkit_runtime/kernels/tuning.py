@@ -75,6 +75,22 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Prefill:
+    """How prefill attention is cut: queries of a tile, keys of a step, Triton's warps and stages."""
+
+    queries: int
+    bn: int
+    warps: int
+    stages: int
+
+    def fitted(self, row_bytes: int) -> tuple[int, int]:
+        """Keys of a step and stages for heads whose key and value take so many bytes together: the table is for 512
+        (128 + 128 of bfloat16), and wider steps would not fit into the memory of a compute unit."""
+        wide = -(-row_bytes // 512)
+        return max(16, self.bn // (1 << (wide - 1).bit_length())), self.stages if wide == 1 else min(self.stages, 2)
+
+
+@dataclass(frozen=True)
 class Tuning:
     """A card's table.
 
@@ -86,6 +102,7 @@ class Tuning:
         grouped, grouped_group: tiles of routed experts by the mean number of rows of an expert.
         quantize: (elements of a row, warps): the first row whose bound is not exceeded.
         attention, attention_float: of decode over INT8 and over float keys.
+        prefill: of prefill attention by number of tokens: the first row whose bound is not exceeded.
     """
 
     gemv_rows: int
@@ -97,6 +114,7 @@ class Tuning:
     quantize: tuple[tuple[int, int], ...]
     attention: Attention
     attention_float: Attention
+    prefill: tuple[tuple[int, Prefill], ...]
 
     def streaming(self, tokens: int) -> Streaming:
         return _first(self.gemv, tokens)
@@ -112,6 +130,9 @@ class Tuning:
         """The table's tile for this number of rows, or its first."""
         rows = self.grouped_group if grouped_activations else self.grouped
         return next((tile for _, tile in rows if tile.bm == block), rows[0][1])
+
+    def prefill_shape(self, tokens: int) -> Prefill:
+        return _first(self.prefill, tokens)
 
     def quantize_warps(self, elements: int) -> int:
         return _first(self.quantize, elements)
@@ -148,8 +169,13 @@ def table(arch: str) -> Tuning:
 
 
 def _shipped(arch: str) -> Tuning:
-    tables = json.loads(Path(__file__).with_name("tuning.json").read_text(encoding="utf-8"))
+    tables = _tables()
     return from_json({**tables[DEFAULT], **tables.get(arch, {})})
+
+
+def _tables() -> dict[str, Any]:
+    tables: dict[str, Any] = json.loads(Path(__file__).with_name("tuning.json").read_text(encoding="utf-8"))
+    return tables
 
 
 def _of_user(arch: str) -> Tuning | None:
@@ -158,7 +184,8 @@ def _of_user(arch: str) -> Tuning | None:
         return None
     try:
         rows = json.loads(read_whole(path)).get(arch)
-        return None if rows is None else from_json(rows)
+        # a table that was measured before there was fused prefill attention stays good for the rest
+        return None if rows is None else from_json({"prefill": _tables()[DEFAULT]["prefill"], **rows})
     # any JSON may stand in the file of a user: other types, missing keys, rows that are too short
     except (OSError, ValueError, ArithmeticError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise InputError(
@@ -182,6 +209,7 @@ def from_json(rows: Mapping[str, Any]) -> Tuning:
         quantize=tuple((int(bound), int(warps)) for bound, warps in rows["quantize"]),
         attention=Attention(**rows["attention"]),
         attention_float=Attention(**rows["attention_float"]),
+        prefill=tuple((int(bound), Prefill(**shape)) for bound, shape in rows["prefill"]),
     )
 
 

@@ -74,6 +74,9 @@ def test_the_tables_for_people(converted: Converted, model: str, form: str) -> N
     code, out, _ = run_cli(converted(model, form), "--prompt", "The king", "--max-new-tokens", 3, "--device", "cpu")
     assert code == 0
     count = len(int8_weights(outputs.MODELS / model))
+    assert "prefill: eager (no graphs were asked for); attention: torch (no other kernel on cpu)" in " ".join(
+        out.split()
+    )
     for text in ("Memory, planned", "Memory, measured", "weights: experts", "KV cache", "all finite", "f32-chunks"):
         assert text in out
     assert f"INT8 GEMM weights run / expected: {count} / {count} (100.0 %)" in out

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quantkit_runtime.kernels.triton import attention, cache, gemm, quantize, routing
+from quantkit_runtime.kernels.triton import attention, cache, gemm, prefill, quantize, routing
 
 GEMM = {
     "x": "*i8", "x_scale": "*fp32", "w": "*i8", "w_scale": "*fp32", "bias": "*bf16", "out": "*bf16", "slots": "*i32",
@@ -35,6 +35,11 @@ ATTENTION = {
     "part_max": "*fp32", "part_sum": "*fp32", "scale": "fp32", "softcap": "fp32", "window": "i32", "heads": "i32",
     "max_blocks": "i32", "dim": "i32=16", "dim_v": "i32=16", "shares": "i32", "sinks": "*fp32",
     "out": "*bf16",
+}  # fmt: skip
+PREFILL = {
+    "q": "*bf16", "k": "*i8", "k_scale": "*fp32", "v": "*bf16", "table": "*i32", "tiles": "*i32", "sinks": "*bf16",
+    "out": "*bf16", "scale": "fp32", "softcap": "fp32", "window": "i32", "rep": "i32", "q_token": "i32=16",
+    "q_head": "i32=16", "table_row": "i32",
 }  # fmt: skip
 CACHE = {
     "qkv": "*bf16", "cos": "*fp32", "sin": "*fp32", "places": "*i64", "q_out": "*bf16", "k_cache": "*i8",
@@ -55,6 +60,11 @@ _SHARE = {
     "BD": 128, "BV": 128,
 }  # fmt: skip
 _FLOAT_KEYS = {"INT8_K": False, "k_scale": None}
+_PREFILL = {
+    "v_scale": None, "PAGE": 16, "DIM": 128, "DIM_V": 128, "INT8_K": True, "INT8_V": False, "SOFTCAP": False,
+    "WINDOW": False, "SINKS": False, "BM": 64, "BN": 64, "BD": 128, "BV": 128,
+}  # fmt: skip
+_EXPANDED = {**_FLOAT_KEYS, "DIM": 192, "BD": 256, "BN": 32, "WINDOW": True, "SINKS": True}
 _ALIGN = {"E": 128, "BINS": 256, "BLOCK": 128, "CHUNK": 1024, "FILL": 128}
 _WRITE = {"v_scale": None, "PAGE": 16, "DIM": 128, "INT8_K": True, "INT8_V": False, "BD": 128}
 
@@ -72,12 +82,18 @@ KERNELS: dict[str, tuple[Any, ...]] = {
     "paged_decode": (attention._share, ATTENTION, _SHARE, 4),
     "paged_decode, float keys": (attention._share, {**ATTENTION, "k": "*bf16"}, {**_SHARE, **_FLOAT_KEYS}, 4),
     "paged_decode, join": (attention._join, ATTENTION, {"SINKS": True, "BS": 16, "BV": 128}, 4),
+    "paged_prefill": (prefill._prefill, PREFILL, _PREFILL, 4),
+    "paged_prefill, many tokens": (prefill._prefill, PREFILL, {**_PREFILL, "BM": 128}, 4),
+    "paged_prefill, expanded latents": (prefill._prefill, {**PREFILL, "k": "*bf16"}, {**_PREFILL, **_EXPANDED}, 4),
     "rope_write": (cache._rope_write, CACHE, _WRITE, 1),
 }  # fmt: skip
 """Kernel, types of its arguments, its constants, warps."""
 
 PRODUCTS = [name for name in KERNELS if name.startswith("gemm")] + ["paged_decode"]
 """Those that multiply int8 matrices."""
+
+FLOAT_PRODUCTS = [name for name in KERNELS if name.startswith("paged_prefill")]
+"""Those that multiply bfloat16 ones."""
 
 
 def assembly(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, target: str) -> str:
@@ -101,6 +117,7 @@ def facts(text: str) -> dict[str, int]:
     spills = re.findall(r"\.vgpr_spill_count: +(\d+)", text)  # a scalar register spills into a lane of a vector one
     [scratch] = re.findall(r"\.private_segment_fixed_size: +(\d+)", text)
     return {
+        "mfma_f32": len(re.findall(r"v_mfma_f32_\w*bf16", text)),
         "mfma_i32": len(re.findall(r"v_mfma_i32", text)),
         "wide_loads": len(re.findall(r"(?:global|buffer)_load_dwordx4", text)),
         "spills": sum(map(int, spills)) if spills else -1,
@@ -114,7 +131,7 @@ if __name__ == "__main__":
         target: {
             name: facts(assembly(*kernel, target))
             for name, kernel in KERNELS.items()
-            if target == sys.argv[1] or name in PRODUCTS
+            if target == sys.argv[1] or name in (*PRODUCTS, *FLOAT_PRODUCTS)
         }
         for target in sys.argv[1:]
     }

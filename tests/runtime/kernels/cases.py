@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit_runtime.kernels.reference import Tiles
+
 M_CLASSES = (1, 3, 16, 64, 129)
 
 
@@ -90,3 +92,14 @@ def pages(
     for row, tokens in enumerate(lengths):
         table[row, -(-tokens // block) :] = -1  # behind the end: must not be followed
     return Pages(k_cache, k_scale, v_cache, v_scale, table, length, plain(k), plain(v))
+
+
+def tiles(counts: tuple[int, ...], lengths: tuple[int, ...], queries: int, padding: int = 0, spare: int = 0) -> Tiles:
+    """The last `counts` positions of sequences of these lengths, packed; then padding, and tiles that nobody needs."""
+    rows, first = [], 0
+    for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        rows += [(row, first + at, min(queries, count - at), length - count + at) for at in range(0, count, queries)]
+        first += count
+    rows += [(0, first + at, min(queries, padding - at), -queries) for at in range(0, padding, queries)]
+    rows += [(0, 0, 0, 0)] * spare
+    return Tiles(torch.tensor(rows, dtype=torch.int32), queries)

@@ -42,7 +42,7 @@ def triton_kernels(needs_triton: None) -> dict[str, ModuleType]:
     from triton.runtime import interpreter
 
     interpreter.InterpreterBuilder.create_fma = _fma
-    names = ("gemm", "quantize", "routing", "attention", "cache")
+    names = ("gemm", "quantize", "routing", "attention", "prefill", "cache")
     modules = {name: importlib.import_module(f"quantkit_runtime.kernels.triton.{name}") for name in names}
     interpreted = type(modules["gemm"]._gemm).__name__ == "InterpretedFunction"
     assert interpreted, "a kernel was imported before TRITON_INTERPRET was set"

@@ -41,6 +41,16 @@ def test_products_use_the_int8_matrix_instructions(compiled: Facts, target: str)
 
 
 @pytest.mark.parametrize("target", TARGETS)
+def test_prefill_attention_uses_the_matrix_instructions(compiled: Facts, target: str) -> None:
+    """Two products, each for the keys that all queries see and for those that some do."""
+    products = {name: facts for name, facts in compiled[target].items() if name.startswith("paged_prefill")}
+    assert len(products) == 3
+    for name, facts in products.items():
+        assert facts["mfma_f32"] >= 8, name
+        assert facts["wide_loads"] >= 2, name
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_nothing_spills_to_memory(compiled: Facts, target: str) -> None:
     memory = {name: (facts["spills"], facts["scratch_bytes"]) for name, facts in compiled[target].items()}
     assert set(memory.values()) == {(0, 0)}, memory

@@ -131,3 +131,26 @@ def test_paged_decode_with_sinks_softcap_and_an_empty_sequence() -> None:
     weights = scores.exp() / (scores.exp().sum(-1, keepdim=True) + sinks.double().exp().unsqueeze(1))
     torch.testing.assert_close(got[0].double(), weights @ pages.v[0, 0, :6].double(), rtol=1e-5, atol=1e-6)
     assert not got[1].any()
+
+
+@pytest.mark.parametrize("window", [0, 1, 7])
+@pytest.mark.parametrize(("int8_keys", "int8_values"), [(False, False), (True, False), (True, True)])
+def test_paged_prefill_is_causal_attention_of_each_sequence(int8_keys: bool, int8_values: bool, window: int) -> None:
+    """torch's own attention in float64 with a mask made position by position, one sequence at a time, and padding."""
+    counts, lengths, h, kv_heads = (1, 9, 5, 4), (1, 21, 5, 20), 6, 3
+    pages = cases.pages(lengths, kv_heads, 4, (12, 10), int8_keys, int8_values)
+    q, tiles = cases.normal(3, sum(counts) + 3, h, 12), cases.tiles(counts, lengths, 4, padding=3, spare=2)
+    stores = pages.k_cache, pages.k_scale, pages.v_cache, pages.v_scale
+    got = reference.paged_prefill(q, *stores, pages.block_table, tiles, 0.3, window=window)
+    first = 0
+    for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        k, v = (t[row, :, :length].double().repeat_interleave(h // kv_heads, 0) for t in (pages.k, pages.v))
+        mask = torch.tensor(
+            [[max(0, at - window + 1 if window else 0) <= p <= at for p in range(length)]
+             for at in range(length - count, length)]
+        )  # fmt: skip
+        mine = q[first : first + count].double().transpose(0, 1)
+        want = functional.scaled_dot_product_attention(mine, k, v, attn_mask=mask, scale=0.3).transpose(0, 1)
+        torch.testing.assert_close(got[first : first + count].double(), want, rtol=1e-5, atol=1e-6)
+        first += count
+    assert not got[first:].any()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit_runtime.kernels import reference
-from quantkit_runtime.kernels.tuning import Attention, Tile
+from quantkit_runtime.kernels.tuning import Attention, Prefill, Tile
 from tests.runtime.kernels import cases
 
 Modules = dict[str, ModuleType]
@@ -155,6 +155,56 @@ def test_paged_decode(
     for programs, given in ((1, args), (40, strided)):
         got = triton_kernels["attention"].paged_decode(*given, config=Attention(16, 4, 2, programs))
         close(got, reference.paged_decode(*args), 5e-4 if int8_keys else 1e-5)  # queries to 15 bits over INT8 keys
+
+
+PACKED = {
+    "one sequence, one query": ((1,), (38,)),
+    "packed": ((3, 16, 1, 9), (3, 45, 29, 9)),
+    "tiles and a bit": ((64, 33), (71, 33)),
+    "long": ((129,), (150,)),
+}
+"""Queries and lengths of sequences: pasts that are no multiple of a block of 4 or of a step, and none."""
+
+
+@pytest.mark.parametrize("window", [0, 7, 40])
+@pytest.mark.parametrize(("int8_keys", "int8_values"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("packed", PACKED)
+def test_paged_prefill(triton_kernels: Modules, packed: str, int8_keys: bool, int8_values: bool, window: int) -> None:
+    """Odd head dimensions, padding and tiles that are not needed, softcaps and sinks, tables and queries that lie
+    apart; no place behind a sequence's end is read, for there is NaN."""
+    (counts, lengths), padding = PACKED[packed], 5
+    heads = (2, 1) if packed == "long" else (4, 2)
+    pages = cases.pages(lengths, heads[1], 4, (12, 10), int8_keys, int8_values)
+    q, sinks = cases.normal(3, sum(counts) + padding, heads[0], 12), cases.normal(5, heads[0]) if window else None
+    stores, softcap = (pages.k_cache, pages.k_scale, pages.v_cache, pages.v_scale), 5.0 if window == 7 else 0.0
+    want_tiles = cases.tiles(counts, lengths, 64, padding)
+    want = reference.paged_prefill(q, *stores, pages.block_table, want_tiles, 0.3, sinks, window, softcap)
+    run = triton_kernels["prefill"].paged_prefill
+    turned = q.transpose(0, 1).contiguous().transpose(0, 1)
+    for queries, bn, one, table in (
+        (16, 16, columns(q), pages.block_table),
+        (64, 32, turned, columns(pages.block_table)),
+    ):
+        tiles = cases.tiles(counts, lengths, queries, padding, spare=3)
+        got = run(one, *stores, table, tiles, 0.3, sinks, window, softcap, Prefill(queries, bn, 4, 2))
+        close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), [(80, 80), (96, 96), (192, 128), (64, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_paged_prefill_of_other_head_dimensions(
+    triton_kernels: Modules, dtype: torch.dtype, dim: int, dim_v: int
+) -> None:
+    """One key head for all, values in another dtype than queries, and the table's own shape."""
+    counts, lengths = (16, 3), (50, 3)
+    pages = cases.pages(lengths, 1, 16, (dim, dim_v), int8_keys=True, int8_values=False)
+    q, tiles = cases.normal(3, 19, 5, dim, dtype=dtype), cases.tiles(counts, lengths, 16)
+    args = (q, pages.k_cache, pages.k_scale, pages.v_cache, None, pages.block_table, tiles, dim**-0.5)
+    close(
+        triton_kernels["prefill"].paged_prefill(*args),
+        reference.paged_prefill(*args),
+        1e-5 if dtype == torch.float32 else 2**-9,
+    )
 
 
 @pytest.mark.parametrize(("int8_keys", "int8_values"), [(False, False), (True, False), (True, True)])

@@ -33,6 +33,10 @@ def test_every_card_has_a_table_that_fits_any_size(arch: str) -> None:
         for slots in (1, 512, 1 << 20):
             block = table.expert_block(slots, 8)
             assert table.grouped_tile(block, grouped_activations=grouped).bm == block
+    for tokens in (1, 64, 65, 512, 1 << 20):
+        shape = table.prefill_shape(tokens)
+        assert all(size & (size - 1) == 0 for size in (shape.queries, shape.bn, shape.warps))
+        assert min(shape.queries, shape.bn) >= 16
     assert table.gemv_rows <= 8
     assert all(table.quantize_warps(1 << size) for size in range(20))
 
@@ -42,6 +46,21 @@ def test_shares_of_a_sequence_are_a_power_of_two_and_no_more_than_steps() -> Non
     assert [attention.shares(8, length) for length in (1, 64, 65, 512, 1 << 20)] == [1, 1, 2, 8, 64]
     assert attention.shares(1000, 1 << 20) == 1
     assert [attention.stages_of(length, 8) for length in (64, 1024, 1 << 20)] == [1, 2, 3]
+
+
+def test_steps_of_prefill_attention_shrink_with_wide_heads() -> None:
+    """Bytes of a key and a value: 64 + 64, 128 + 128, 256 + 128 and 256 + 256 of bfloat16; 256 + 256 of float32."""
+    shape = tuning.Prefill(queries=64, bn=64, warps=4, stages=3)
+    assert [shape.fitted(row) for row in (256, 512, 768, 1024, 2048)] == [(64, 3), (64, 3), (32, 2), (32, 2), (16, 2)]
+
+
+def test_a_table_from_before_prefill_attention_stays_good(user_file: Path) -> None:
+    mine = replace(tuning.table("gfx928"), gemv_rows=1)
+    tuning.write(user_file, "gfx928", mine)
+    tables = json.loads(user_file.read_text())
+    del tables["gfx928"]["prefill"]
+    user_file.write_text(json.dumps(tables))
+    assert tuning.table("gfx928") == mine
 
 
 def test_a_written_table_goes_first_and_leaves_other_cards_alone(user_file: Path) -> None:
