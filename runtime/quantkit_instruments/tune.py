@@ -78,14 +78,14 @@ GEMV_TOKENS = (1, 2, 4, 8)
 ATTENTION = [Attention(bn, warps, stages, 0) for bn, warps in ((32, 2), (64, 2), (128, 4)) for stages in (3, 4, 5)]
 
 
-PREFILL = {
-    64: [Prefill(queries, bn, 4, stages) for queries in (16, 32, 64) for bn, stages in ((32, 3), (64, 2), (64, 3))],
-    512: [Prefill(*shape) for shape in (
-        (32, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2),
-        (128, 64, 8, 3), (128, 64, 4, 2), (128, 128, 8, 2), (128, 32, 8, 3),
-    )],
-}  # fmt: skip
-PREFILL[ANY] = PREFILL[512][2:]
+_CHUNK = [Prefill(*shape) for shape in (
+    (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2),
+    (128, 128, 8, 2), (128, 32, 8, 3),
+)]  # fmt: skip
+_REST = [Prefill(queries, bn, 4, stages) for queries in (16, 32, 64) for bn, stages in ((32, 3), (64, 2), (64, 3))]
+PREFILL = {2048: (64, 32, _REST), 8192: (512, 16, [*_REST[3:6], *_CHUNK]), 16384: (512, 32, _CHUNK)}
+PREFILL[ANY] = (2048, 32, _CHUNK)
+"""Tokens, heads and candidates by the bound of tokens x heads."""
 
 
 @dataclass(frozen=True)
@@ -196,17 +196,18 @@ class Tuner:
 
         _, *stores, table, _ = paged_operands(1, context, int8_keys=True)
 
-        def calls(tokens: int, shape: Prefill) -> list[list[Call]]:
-            q = torch.randn((tokens, 32, 128), device="cuda", dtype=torch.bfloat16, generator=self._random)
+        run: Callable[..., Tensor] = prefill.paged_prefill
+
+        def calls(tokens: int, heads: int, shape: Prefill) -> list[list[Call]]:
+            q = torch.randn((tokens, heads, 128), device="cuda", dtype=torch.bfloat16, generator=self._random)
             rows = torch.tensor(cut([(tokens, context)], shape.queries), device="cuda", dtype=torch.int32)
             tiles = Tiles(rows, shape.queries)
-            return [[partial(prefill.paged_prefill, q, *stores, table, tiles, 0.088, config=shape)]]
+            return [[partial(run, q, *stores, table, tiles, 0.088, config=shape)]]
 
         found = []
-        for bound, shapes in PREFILL.items():
-            tokens = min(bound, 2048)
-            what = f"prefill attention, {tokens} tokens"
-            found.append((bound, self._best(what, ((shape, calls(tokens, shape)) for shape in shapes), str)))
+        for bound, (tokens, heads, shapes) in PREFILL.items():
+            what = f"prefill attention, {tokens} tokens, {heads} heads"
+            found.append((bound, self._best(what, ((one, calls(tokens, heads, one)) for one in shapes), str)))
         return tuple(found)
 
     def handover(self, table: Tuning) -> int:

@@ -182,7 +182,8 @@ def _probe_attention(
     elif not isinstance(mask, _Mask) or not mask.is_plain:
         probe.append("its mask is neither causal nor a window")
     else:
-        probe.append(LayerSpec(module.layer_idx, key.shape[1], key.shape[3], value.shape[3], mask.window))
+        dims = key.shape[3], value.shape[3]
+        probe.append(LayerSpec(module.layer_idx, key.shape[1], *dims, mask.window, query.shape[1]))
     return query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None
 
 

@@ -31,13 +31,14 @@ DTYPES = {"int8": torch.int8, "bf16": torch.bfloat16, "float32": torch.float32}
 
 
 class LayerSpec(NamedTuple):
-    """What the attention of a layer hands over; `window` 0 means all positions are seen."""
+    """What the attention of a layer hands over; `window` 0 means all positions are seen, `queries` are query heads."""
 
     layer: int
     heads: int
     key_dim: int
     value_dim: int
     window: int
+    queries: int = 1
 
 
 @dataclass(frozen=True)

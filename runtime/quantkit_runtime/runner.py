@@ -64,7 +64,7 @@ class PagedRunner:
         self.model, self.cache, self.device, self.decode = model, cache, device, decode
         dims = {dim for layer in cache.layers.values() for dim in (layer.spec.key_dim, layer.spec.value_dim)}
         self._rope_write = rope_write if len(dims) == 1 else None
-        self.attend = attend
+        self.attend, self._heads = attend, max((layer.spec.queries for layer in cache.layers.values()), default=1)
         self.attention = f"torch ({no_kernel})" if attend is None else "one kernel"
         self.reserve, self.release, self.nbytes = cache.reserve, cache.release, cache.nbytes
         self.kind = f"paged, {cache.format.name}, blocks of {cache.format.block}"
@@ -103,7 +103,7 @@ class PagedRunner:
         return logits[: len(shapes)]
 
     def form(self, tokens: int, sequences: int, groups: int, width: int) -> Form:
-        queries = tuning().prefill_shape(tokens).queries if self.attend is not None else 0
+        queries = tuning().prefill_shape(tokens, self._heads).queries if self.attend is not None else 0
         return Form(tokens, sequences, groups, width, queries)
 
     def prefill_packed(

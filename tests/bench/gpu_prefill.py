@@ -52,7 +52,7 @@ def checks(run: Any, small: bool) -> tuple[int, list[str]]:
             continue
         pages = cases.pages(lengths, 2, 16, dims, *int8)
         tokens = sum(counts) + 3
-        tiles = cases.tiles(counts, lengths, tuning().prefill_shape(tokens).queries, padding=3, spare=2)
+        tiles = cases.tiles(counts, lengths, tuning().prefill_shape(tokens, 6).queries, padding=3, spare=2)
         q, sinks = cases.normal(3, tokens, 6, dims[0], dtype=dtype), cases.normal(5, 6) if window else None
         stores = pages.k_cache, pages.k_scale, pages.v_cache, pages.v_scale
         rest = dims[0] ** -0.5, sinks, window, 5.0 if window and dims[0] == 80 else 0.0
@@ -86,7 +86,7 @@ def times(run: Any) -> dict[str, dict[str, float]]:
     _, *stores, table, _ = tune.paged_operands(1, CONTEXT, int8_keys=True, kv_heads=KV_HEADS, heads=HEADS)
     for tokens, heads in ((64, HEADS), (512, HEADS), (512, HEADS // 2), (2048, HEADS)):
         q = torch.randn((tokens, heads, DIM), device="cuda", dtype=torch.bfloat16)
-        queries = tuning().prefill_shape(tokens).queries
+        queries = tuning().prefill_shape(tokens, heads).queries
         rows = torch.tensor(cut([(tokens, CONTEXT)], queries), device="cuda", dtype=torch.int32)
         own = call_us([partial(run, q, *stores, table, Tiles(rows, queries), 0.088)])
         k, v = (torch.randn((KV_HEADS, CONTEXT, DIM), device="cuda", dtype=torch.bfloat16) for _ in range(2))

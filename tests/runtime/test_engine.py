@@ -181,7 +181,7 @@ def test_decode_from_fixed_rows_is_that_of_fitting_ones(
 def short_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 24, 12 and 6, in tiles of 4."""
     monkeypatch.setattr(packing, "SMALLEST", 6)
-    monkeypatch.setattr(Tuning, "prefill_shape", lambda self, tokens: Prefill(4, 16, 4, 2))
+    monkeypatch.setattr(Tuning, "prefill_shape", lambda self, tokens, heads: Prefill(4, 16, 4, 2))
 
 
 @pytest.mark.usefixtures("short_forms")

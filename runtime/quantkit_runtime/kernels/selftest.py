@@ -187,7 +187,7 @@ def _prefill(tokens: int) -> Iterator[Case]:
     """Two sequences with and without a past, and padding."""
     from quantkit_runtime.kernels.tuning import tuning
 
-    random, page, queries = _random(tokens), 16, tuning().prefill_shape(tokens).queries
+    random, page, queries = _random(tokens), 16, tuning().prefill_shape(tokens, 4).queries
     shapes = [(tokens - tokens // 3, tokens - tokens // 3 + 21), (tokens // 3, tokens // 3)]
     rows = [*reference.cut(shapes, queries), (0, tokens, 1, -1), (0, 0, 0, 0)]
     tiles = reference.Tiles(torch.tensor(rows, dtype=torch.int32), queries)

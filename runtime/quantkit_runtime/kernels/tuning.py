@@ -102,7 +102,7 @@ class Tuning:
         grouped, grouped_group: tiles of routed experts by the mean number of rows of an expert.
         quantize: (elements of a row, warps): the first row whose bound is not exceeded.
         attention, attention_float: of decode over INT8 and over float keys.
-        prefill: of prefill attention by number of tokens: the first row whose bound is not exceeded.
+        prefill: of prefill attention by tokens x heads: the first row whose bound is not exceeded.
     """
 
     gemv_rows: int
@@ -131,8 +131,8 @@ class Tuning:
         rows = self.grouped_group if grouped_activations else self.grouped
         return next((tile for _, tile in rows if tile.bm == block), rows[0][1])
 
-    def prefill_shape(self, tokens: int) -> Prefill:
-        return _first(self.prefill, tokens)
+    def prefill_shape(self, tokens: int, heads: int) -> Prefill:
+        return _first(self.prefill, tokens * heads)
 
     def quantize_warps(self, elements: int) -> int:
         return _first(self.quantize, elements)

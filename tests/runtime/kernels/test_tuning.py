@@ -34,7 +34,7 @@ def test_every_card_has_a_table_that_fits_any_size(arch: str) -> None:
             block = table.expert_block(slots, 8)
             assert table.grouped_tile(block, grouped_activations=grouped).bm == block
     for tokens in (1, 64, 65, 512, 1 << 20):
-        shape = table.prefill_shape(tokens)
+        shape = table.prefill_shape(tokens, 32)
         assert all(size & (size - 1) == 0 for size in (shape.queries, shape.bn, shape.warps))
         assert min(shape.queries, shape.bn) >= 16
     assert table.gemv_rows <= 8

@@ -152,7 +152,7 @@ def paged_prefill(
         return out
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
-    config = config or tuning().prefill_shape(tokens)
+    config = config or tuning().prefill_shape(tokens, heads)
     bd, bv = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(dim_v))
     bn, stages = config.fitted((bd + bv) * q_THD.element_size())
     _prefill[(heads, len(tiles.rows))](
