@@ -70,7 +70,7 @@ class Placement:
         per_token: experts of a token.
 
     Attributes:
-        load: tokens of this replica that each expert was given, int64 `[experts]`.
+        load: tokens of this replica that each expert was given, int64 `[experts]`; padding of graphs counts.
     """
 
     def __init__(self, ranks: Ranks, experts: int, per_token: int, dispatch: bool | None = None) -> None:

@@ -14,6 +14,7 @@ from quantkit_runtime import session
 from quantkit_runtime.device import Device
 from quantkit_runtime.errors import OutOfMemory
 from quantkit_runtime.graft import LoadedModel
+from quantkit_runtime.kernels import reference, registry
 from quantkit_runtime.kv_cache import KvFormat
 from quantkit_runtime.memory import MemoryTable
 from quantkit_runtime.runner import PagedRunner
@@ -112,6 +113,40 @@ def test_a_model_with_transformers_cache_counts_it(tiny: Callable[[str], Path], 
     assert table.fits == ()
     engine.generate([list(range(3, 23))] * 2, 10)
     assert table.pool == 2 * loaded.memory.kv_cache == engine.runner.nbytes
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_prefill_attention_falls_back_to_torch_and_says_why(
+    tiny: Callable[[str], Path], load: Load, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel is tried on the heads of the model; where its compiler refuses them, texts are the same."""
+    loaded, prompts, tried = load(tiny(family)), [list(range(3, 33)), list(range(9, 14))], []
+    want = session.start(loaded, session.Options(context=40, kv=kv(), batch=2))[0].generate(prompts, 5)
+    find = registry.find
+
+    def refused(q: torch.Tensor, keys: torch.Tensor, *_: Any) -> torch.Tensor:
+        tried.append((q.shape[2], keys.shape[3]))
+        raise ValueError("out of shared memory\nmore")
+
+    def full(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    for run, why in ((refused, "out of shared memory"), (reference.paged_prefill, ""), (full, None)):
+        kernel = registry.Kernel("triton", run)
+        monkeypatch.setattr(registry, "find", lambda op, *a, k=kernel: k if op == "paged_prefill" else find(op, *a))
+        if why is None:
+            with pytest.raises(torch.OutOfMemoryError):
+                session.make_runner(loaded, kv(), 8)
+            continue
+        engine, _ = session.start(loaded, session.Options(context=40, kv=kv(), batch=2))
+        assert engine.generate(prompts, 5) == want
+        runner = engine.runner
+        assert isinstance(runner, PagedRunner)
+        assert runner.attend is (None if why else reference.paged_prefill)
+        spec = next(iter(runner.cache.layers.values())).spec
+        said = f"torch (paged_prefill for heads of {spec.key_dim} and {spec.value_dim}: {why})" if why else "one kernel"
+        assert runner.prefill_facts()["attention"] == said
+        assert set(tried) == {(spec.key_dim, spec.key_dim)}
 
 
 def test_rows_add_up() -> None:

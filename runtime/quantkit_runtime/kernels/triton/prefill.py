@@ -76,7 +76,7 @@ def _walk(
     return acc, weight, top
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table", "tiles", "table_row"])  # they differ from form to form
 def _prefill(
     q, k, k_scale, v, v_scale, table, tiles, sinks, out, scale, softcap, window, rep, q_token, q_head, table_row,
     PAGE: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, INT8_K: tl.constexpr, INT8_V: tl.constexpr,
