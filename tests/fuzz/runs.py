@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import platform
+import resource
 import shutil
 import sys
 import time
@@ -26,7 +27,7 @@ from typing import Any
 
 from tests.bench.common import commit
 from tests.fuzz import corpus as files
-from tests.fuzz.guard import Finding, run_case
+from tests.fuzz.guard import Finding, queued_s, run_case
 from tests.fuzz.targets import PARSERS as FILE_PARSERS
 from tests.fuzz.targets import Case, Parser
 
@@ -135,11 +136,18 @@ class _Worker:
         self.process.start()
         theirs.close()
         self.current: tuple[str, int] | None = None
-        self.since = time.monotonic()
+        self.since = self._clock()
         self.cases = 0
 
+    def _clock(self) -> float:
+        """Seconds, without those in which the process waited for a processor."""
+        return time.monotonic() - queued_s(self.process.pid or 0)
+
+    def begins(self, name: str, seed: int) -> None:
+        self.current, self.since = (name, seed), self._clock()
+
     def late(self, limit: float) -> bool:
-        return self.current is not None and time.monotonic() - self.since > limit + GRACE_S
+        return self.current is not None and self._clock() - self.since > limit + GRACE_S
 
 
 def session(
@@ -163,8 +171,8 @@ def session(
     names = list(names) or list(parsers())
     known = _named(names)
     files.make(folder / "corpus")
-    about = {"commit": commit(), "first_seed": first_seed, "workers": workers}
-    begun = time.time()
+    about: dict[str, Any] = {"commit": commit(), "first_seed": first_seed, "workers": workers}
+    begun, used = time.time(), _cpu_s()
     until = begun + 60 * minutes if minutes else 0.0
     totals, seconds, findings = Counter[str](), Counter[str](), list[dict[str, Any]]()
     each = 1 if minutes else len(names)
@@ -189,8 +197,15 @@ def session(
                 left = range(worker.numbers.start + worker.cases + 1, worker.numbers.stop)
                 running.append(_Worker(worker.number, names, left, folder, until))
     took = time.time() - begun
+    about["cpu_minutes"] = round((_cpu_s() - used) / 60, 1)
     _report(totals, seconds, findings, took, about, result)
     return int(bool(findings))
+
+
+def _cpu_s() -> float:
+    """Seconds of computing of all processes that ended: on a loaded machine they have less of it than minutes ran."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _listen(worker: _Worker, totals: Counter[str], seconds: Counter[str], findings: list[dict[str, Any]]) -> str | None:
@@ -199,7 +214,7 @@ def _listen(worker: _Worker, totals: Counter[str], seconds: Counter[str], findin
         while worker.pipe.poll():
             kind, name, value, *rest = worker.pipe.recv()
             if kind == "begin":
-                worker.current, worker.since = (name, value), time.monotonic()
+                worker.begins(name, value)
                 continue
             worker.current = None
             worker.cases += 1
@@ -237,7 +252,10 @@ def _report(
     }
     for name, row in by_parser.items():
         print(f"{name:16} {row['cases']:7} cases {row['seconds']:8} s  {row['findings']} findings")
-    print(f"{sum(totals.values())} cases in {took / 60:.1f} minutes, {len(findings)} findings")
+    print(
+        f"{sum(totals.values())} cases in {took / 60:.1f} minutes, {about['cpu_minutes']} of computing, "
+        f"{len(findings)} findings"
+    )
     if result is not None:
         document = {
             "minutes": round(took / 60, 1),
@@ -255,7 +273,7 @@ def _write(result: Path, document: dict[str, Any]) -> None:
     result.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
-_OF_A_SESSION = ("minutes", "commit", "first_seed", "workers", "cases")
+_OF_A_SESSION = ("minutes", "cpu_minutes", "commit", "first_seed", "workers", "cases")
 
 
 def add_up(paths: Sequence[Path], result: Path) -> None:
@@ -276,6 +294,7 @@ def add_up(paths: Sequence[Path], result: Path) -> None:
         result,
         {
             "minutes": round(sum(document["minutes"] for document in documents), 1),
+            "cpu_minutes": round(sum(document["cpu_minutes"] for document in documents), 1),
             "cases": sum(document["cases"] for document in documents),
             "parsers": {name: {**row, "seconds": round(row["seconds"], 1)} for name, row in parsers.items()},
             "findings": [row for document in documents for row in document["findings"]],
