@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.archs import text_config
+from quantkit.archs.dims import MAX_SIZE
 from quantkit.chat_template import check_chat_template
 from quantkit.crosscheck import Problem
 from quantkit.errors import InputError
-from quantkit.rope import rope_parameters, rope_type
+from quantkit.rope import rope_factor, rope_parameters, rope_type
 from quantkit.spec.files import is_inside, read_whole
 from quantkit.spec.index import read_json
 
@@ -109,7 +110,7 @@ def _read(root: Path, config: Mapping[str, Any], rows: int) -> Companions:
     if raw:
         try:
             found.tokenizer = parse_tokenizer(raw)
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, OverflowError, AttributeError) as error:
             found.broken.append(_error(f"tokenizer.json holds no vocabulary of ids: {error}", "copy the file again"))
     return found
 
@@ -257,11 +258,13 @@ def check_positions(config: Mapping[str, Any]) -> Iterator[Problem]:
     positions = text_config(config).get("max_position_embeddings")
     if kind not in _SCALED_BY_FACTOR:
         return
-    factor, original = parameters.get("factor"), parameters.get("original_max_position_embeddings")
-    if not isinstance(factor, int | float):
-        yield _error(f"rope scaling {kind} has no factor", "copy the config of the model's source")
+    factor, original = rope_factor(config), parameters.get("original_max_position_embeddings")
+    if factor is None:
+        yield _error(
+            f"rope scaling {kind} has no factor that is a number above 0", "copy the config of the model's source"
+        )
         return
-    if not isinstance(original, int) or not isinstance(positions, int):
+    if not isinstance(original, int) or not isinstance(positions, int) or not 0 < original <= MAX_SIZE:
         return
     reach = int(original * factor)
     if positions > reach:

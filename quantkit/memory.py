@@ -18,6 +18,9 @@ from quantkit.spec.tensorfile import Header, TensorInfo
 DRAFT_COLUMN = "draft layers"
 SCALE_BYTES = 4  # float32, as every scale that we write
 
+LARGER = 1.02
+"""The scales of an 8-bit source and of ours differ by less; what grows by more is worth a warning."""
+
 _PACKED: Mapping[tuple[str, str], int] = {
     ("weight_packed", "I32"): 8,  # int4
     ("weight_packed", "U8"): 2,  # mxfp4, compressed-tensors
@@ -26,6 +29,11 @@ _PACKED: Mapping[tuple[str, str], int] = {
 """(part, dtype) -> values in one stored element, where it is not 1."""
 
 _FP4_SCALE = "F8_E8M0"  # an I8 payload with such a scale holds two FP4 values a byte
+
+
+def grows(source_bytes: int, output_bytes: int) -> bool:
+    """Whether a conversion makes weights so much larger that it is worth a warning."""
+    return output_bytes > LARGER * source_bytes
 
 
 @dataclass(frozen=True, slots=True)

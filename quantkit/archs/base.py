@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quantkit.archs.class_defaults import with_class_defaults
 from quantkit.archs.dims import DIM_KEYS, Dims, read_dims, text_config
 from quantkit.archs.optional import When
 from quantkit.archs.roles import ROLES, Key, Kind, Role
@@ -28,8 +29,8 @@ __all__ = ["PARTS", "Architecture", "Dims", "split_name", "text_config"]
 
 _Lookup = Callable[[str], str | None]
 _PREFIXES = re.compile(rf"(?:(?:{'|'.join(MODEL_PREFIXES)})\.)*")
-_LAYER = re.compile(r"(?:layers|blocks|h)\.(\d+)\.")
-_EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
+_LAYER = re.compile(r"(?:layers|blocks|h)\.([0-9]{1,9})\.")
+_EXPERT = re.compile(r"(?:^|\.)experts\.([0-9]{1,9})\.")
 
 
 @dataclass(frozen=True)
@@ -135,12 +136,24 @@ class Architecture:
     def dims(self, config: Mapping[str, Any]) -> Dims:
         """Sizes from a parsed config.json (the text part of a multi-modal one).
 
+        Experts without their number, their width or the number that a token is routed to have those of transformers'
+        config class, since that is what runs; they stay 0 where no class says them.
+
         Raises:
             InputError: a key that every decoder needs is missing; all of them are listed.
         """
+        keys = {**DIM_KEYS, **self.dim_keys}
+        found = self._read_dims(config, keys)
+        routing = (found.experts, found.experts_per_token, found.moe_intermediate)
+        if all(routing) or not any(routing[:2]):
+            return found
+        wanted = [keys[name] for name in ("experts", "experts_per_token", "moe_intermediate")]
+        return self._read_dims(with_class_defaults(config, wanted, self.class_of), keys)
+
+    def _read_dims(self, config: Mapping[str, Any], keys: Mapping[str, tuple[str, ...]]) -> Dims:
         return read_dims(
             config,
-            {**DIM_KEYS, **self.dim_keys},
+            keys,
             shared_width=self.shared_width,
             query_gate=self.query_gate,
             keys_are_values=self.keys_are_values,

@@ -6,7 +6,7 @@ The skeleton has every module of the model but no weights: parameters lie on `me
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,23 @@ def load_tokenizer(root: Path) -> Any:
             f"transformers cannot read the tokenizer of {root}: {first_line(error)}",
             "copy the tokenizer files of the source model there again",
         ) from error
+
+
+def require_embedded(ids: Iterable[int], vocab: int) -> None:
+    """Refuse token ids that the model has no embedding for: a card answers such an id with a fault of its own.
+
+    Args:
+        vocab: rows of the embedding table.
+
+    Raises:
+        InputError: the first such id.
+    """
+    beyond = next((number for number in ids if not 0 <= number < vocab), None)
+    if beyond is not None:
+        raise InputError(
+            f"the tokenizer gives the id {beyond:,}, the model's vocabulary has {vocab:,}",
+            "use the tokenizer that belongs to these weights; `quantkit inspect` lists the tokens beyond their end",
+        )
 
 
 def build_skeleton(config: Any, *, dtype: torch.dtype, experts: str = "", attention: str = "") -> nn.Module:

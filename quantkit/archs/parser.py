@@ -7,8 +7,8 @@ import re
 from quantkit.archs.base import Architecture
 from quantkit.archs.roles import Key
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-"""A component that is a number; `w1` and `w2` stay apart."""
+_NUMBER = re.compile(r"(?<=\.)[0-9]{1,9}(?=\.)")
+"""A component that is a number, of as many digits as `base` takes for one; `w1` and `w2` stay apart."""
 
 
 class NameParser:

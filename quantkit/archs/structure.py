@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from quantkit.archs.base import Architecture
-from quantkit.archs.dims import Dims, text_config
+from quantkit.archs.dims import MAX_COUNTS, MAX_SIZE, Dims, text_config
 from quantkit.errors import InputError
 
 _COMPRESSED = "heavily_compressed_attention"
@@ -66,22 +66,25 @@ def layers_of(arch: Architecture, dims: Dims, config: Mapping[str, Any]) -> tupl
     return tuple(found)
 
 
-def whole_number(text: Mapping[str, Any], key: str) -> int:
+def whole_number(text: Mapping[str, Any], key: str, most: int = MAX_SIZE) -> int:
     """A key that counts something; 0 when it is absent, null or false.
 
     Raises:
-        InputError: it is no whole number.
+        InputError: it is no whole number, or more than `most`.
     """
     value = text.get(key) or 0
-    if not isinstance(value, int) or value < 0:
-        raise InputError(f"config.json: {key} is {value!r}, not a whole number", "correct it in config.json")
+    if not isinstance(value, int) or not 0 <= value <= most:
+        raise InputError(
+            f"config.json: {key} is {str(value)[:40]!r}, not a whole number from 0 to {most:,}",
+            "correct it in config.json",
+        )
     return value
 
 
 def draft_layers(config: Mapping[str, Any]) -> int:
     """Multi-token-prediction layers that lie beyond the last one in published checkpoints."""
     text = text_config(config)
-    return whole_number(text, "num_nextn_predict_layers")
+    return whole_number(text, "num_nextn_predict_layers", MAX_COUNTS["layers"])
 
 
 def _attention_types(arch: Architecture, dims: Dims, text: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quantkit import __version__
-from quantkit.archs.modeling import load_config, load_tokenizer
+from quantkit.archs.modeling import load_config, load_tokenizer, require_embedded
 from quantkit.baseline.texts import TextOptions, check, make_sequences
 from quantkit.calibrate.activations import MEMORY_BUDGET
 from quantkit.calibrate.plan import choose_device, layer_bytes
@@ -164,6 +164,8 @@ def make_plan(
     place, dtype = choose_device(device)
     tokenizer = load_tokenizer(root)
     sequences, warnings = make_sequences(tokenizer, source.arch, source.dims, source.config, options.texts)
+    for sequence in sequences:
+        require_embedded(sequence.ids, source.dims.vocab)
     if options.new_tokens == 0:
         sequences = tuple(sequence for sequence in sequences if sequence.use != "prompt")
     resident = not stream and _all_layer_bytes(source, dtype) <= RESIDENT_SHARE * free_bytes(place)

@@ -239,7 +239,13 @@ def encode(tokenizer: Any, text: str, *, special: bool = True) -> _Ids:
     """Token ids `[tokens]` of a text, with the tokenizer's special tokens when `special`."""
     # lengths are ours to check, so that the tokenizer does not warn about texts beyond the model's window
     ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-    return np.asarray(ids, dtype=np.int32)
+    try:
+        return np.asarray(ids, dtype=np.int32)
+    except OverflowError as error:
+        raise InputError(
+            f"the tokenizer gives the id {max(ids):,}, which no vocabulary has",
+            "use the tokenizer that belongs to these weights",
+        ) from error
 
 
 class _Encoder:

@@ -14,7 +14,7 @@ import torch
 
 from quantkit import __version__
 from quantkit.archs import Key
-from quantkit.archs.modeling import load_config, load_tokenizer
+from quantkit.archs.modeling import load_config, load_tokenizer, require_embedded
 from quantkit.calibrate.activations import MEMORY_BUDGET
 from quantkit.calibrate.data import Batch, Samples, draw
 from quantkit.calibrate.methods import method, view_of
@@ -245,6 +245,8 @@ def make_plan(root: Path, recipe: Recipe, *, device: str = "auto", memory_budget
             "leave kv_cache out of the recipe",
         )
     samples, held_out = draw(load_tokenizer(root), recipe.calibration)
+    for sample in (*samples.samples, *held_out.samples):
+        require_embedded((int(sample.ids.max()),), source.dims.vocab)
     if recipe.decides and not held_out.samples:
         raise UsageError(
             "auto_group and auto_keep decide on held-out text, and there is none",

@@ -255,7 +255,7 @@ def _bytes(text: str) -> int:
 
     from quantkit.errors import UsageError
 
-    found = re.fullmatch(r"(\d+)\s*(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"([0-9]{1,18})\s*(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
     power = "KMGT".index(found[2].upper()) + 1 if found and found[2] else 0
     size = int(found[1]) * (1024 if found[3] else 1000) ** power if found else 0
     if size < 1:

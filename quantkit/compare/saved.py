@@ -78,7 +78,7 @@ class Saved(Strict):
         baseline: name of the baseline's folder, which is looked for beside the candidate's.
         baseline_digest: sha256 of its `baseline.json`.
         candidate_digest: `Manifest.digest` of the candidate.
-        device: as it was asked for.
+        device: that it ran on, "cpu", "cuda" or "hip"; a rerun takes the same.
         dtype: in which was computed all that is not INT8.
         verify: whether checksums were checked.
         limits: that were kept to.

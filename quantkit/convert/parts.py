@@ -41,7 +41,7 @@ class Part:
         Raises:
             UsageError: it is none.
         """
-        found = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+        found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text.strip())
         part = cls(int(found[1]), int(found[2])) if found else cls(0, 0)
         if not 1 <= part.number <= part.count:
             raise UsageError(f"--part {text!r} is no part", "write it as i/n with i from 1 to n, as in 1/4")

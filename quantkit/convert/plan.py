@@ -23,6 +23,7 @@ from quantkit.convert.packing import lay_out
 from quantkit.convert.sharded_form import ShardedForm, Unit
 from quantkit.convert.units import How, Plan, PlannedFile, PlannedTensor
 from quantkit.errors import InputError
+from quantkit.memory import grows
 from quantkit.recipe import Recipe
 from quantkit.spec.calibration import KvSummary
 from quantkit.spec.index import INDEX_NAME, SINGLE_NAME
@@ -252,7 +253,7 @@ def _repeated(names: list[str]) -> list[str]:
 
 
 def _warnings(source: Source, result: Plan, mesh: Mesh) -> Iterator[str]:
-    if result.weight_bytes > result.source_bytes and mesh == Mesh():
+    if grows(result.source_bytes, result.weight_bytes) and mesh == Mesh():
         yield (
             f"the output is larger than the source: {result.weight_bytes:,} bytes of weights against "
             f"{result.source_bytes:,}"

@@ -250,7 +250,8 @@ def _index(folder: Path, manifest: Manifest | None) -> tuple[int, list[str], str
     index = open_checkpoint(folder)
     failures = []
     if (folder / INDEX_NAME).is_file():
-        total = read_json(folder / INDEX_NAME).get("metadata", {}).get("total_size")
+        metadata = read_json(folder / INDEX_NAME).get("metadata")
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
         actual = sum(info.nbytes for header in index.headers.values() for info in header.tensors.values())
         if total is not None and total != actual:
             failures.append(f"{INDEX_NAME}: total_size is {total}, the tensors take {actual}")
@@ -272,7 +273,10 @@ def _config(source: Source) -> tuple[int, list[str], str]:
     failures = []
     if config.get("format") != "int-quantized" or config.get("quant_method") != "compressed-tensors":
         failures.append(f"quantization_config is {config.get('quant_method')} {config.get('format')}")
-    ignore = [str(item) for item in config.get("ignore") or []]
+    listed = config.get("ignore") or []
+    if not isinstance(listed, list):
+        return len(quantized), [*failures, f"ignore is no list of modules: {str(listed)[:40]}"], ""
+    ignore = [str(item) for item in listed]
     if any(item.startswith("re:") for item in ignore):
         return len(quantized), failures, "ignore has patterns; its entries were not matched one by one"
     kept = set(linear_modules(source, lambda key: source.entries[key].format.name == "int8-channel", source.entries))

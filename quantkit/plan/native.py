@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quantkit.archs import Architecture, Dims, Key, Kind, text_config
+from quantkit.archs.dims import MAX_SIZE
 from quantkit.archs.expected import Expected, expected_tensors
+from quantkit.errors import InputError
 from quantkit.memory import Weight
 from quantkit.spec.tensorfile import TensorInfo, tensor_nbytes
 
@@ -46,7 +48,7 @@ def _storage(arch: Architecture, declared: Mapping[str, Any]) -> Callable[[Expec
     form, experts_only = _form(declared)
     if form is None:
         return lambda item: None
-    ignored = [str(name) for key in ("ignore", "modules_to_not_convert") for name in declared.get(key) or ()]
+    ignored = [name for key in ("ignore", "modules_to_not_convert") for name in _patterns(declared, key)]
 
     def store(item: Expected) -> Stored | None:
         role = arch.role(item.key.role)
@@ -56,6 +58,26 @@ def _storage(arch: Architecture, declared: Mapping[str, Any]) -> Callable[[Expec
         return form(item.shape)
 
     return store
+
+
+def _patterns(declared: Mapping[str, Any], key: str) -> list[str]:
+    """Names and `re:` patterns of a list in `quantization_config`.
+
+    Raises:
+        InputError: it is no list of text, or a pattern is none.
+    """
+    found = declared.get(key) or []
+    try:
+        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+            raise ValueError("it is no list of module names")
+        for name in found:
+            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+    except (ValueError, OverflowError, re.error, RecursionError) as error:
+        raise InputError(
+            f"config.json: `{key}` of its quantization_config cannot be used: {error}",
+            "correct it, or copy config.json again",
+        ) from error
+    return list(found)
 
 
 def _is_ignored(item: Expected, patterns: list[str]) -> bool:
@@ -93,8 +115,10 @@ def _compressed(declared: Mapping[str, Any]) -> Callable[[Shape], Stored] | None
     weights = next((row for row in rows if isinstance(row, Mapping)), None)
     if weights is None:
         return None
-    bits, group = int(weights.get("num_bits") or 8), int(weights.get("group_size") or 0)
-    if bits == 4:
+    group = weights.get("group_size")
+    if type(group) is not int or not 0 < group <= MAX_SIZE:  # -1, None and the like: the whole row
+        group = 0
+    if weights.get("num_bits") == 4:
         return lambda shape: _packed4(shape, group or shape[-1], weights.get("type") == "float")
     dtype = "F8_E4M3" if weights.get("type") == "float" else "I8"
     return lambda shape: {"weight": (dtype, shape), "weight_scale": ("F32", (*shape[:-1], 1))}

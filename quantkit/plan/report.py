@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quantkit.console import quoted
 from quantkit.errors import UsageError
-from quantkit.memory import human_bytes
+from quantkit.memory import grows, human_bytes
 from quantkit.plan.cache import CacheFormat, per_token_at_start, sequence_bytes
 from quantkit.plan.estimate import CHUNK, RESERVE, CardMemory, Model, Workload, largest_batch, longest_context
 from quantkit.plan.proposals import Proposal, Rejected, propose
@@ -20,9 +20,6 @@ from quantkit.spec.mesh import Mesh
 
 SHOWN = 5
 MILLION = 1_000_000
-
-LARGER = 1.02
-"""The scales of an 8-bit source and of ours differ by less; what grows by more is worth a warning."""
 
 
 class MemoryRow(Strict):
@@ -222,7 +219,7 @@ def _report(
 
 
 def _size_warnings(source: Source, model: Model, work: Workload, recipe: Recipe) -> Iterator[str]:
-    if source.output_bytes > LARGER * source.source_bytes:
+    if grows(source.source_bytes, source.output_bytes):
         form = next(iter(source.dtypes), "its form")
         yield (
             f"INT8 makes this model larger: {human_bytes(source.source_bytes)} ({form}) become "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.archs import Architecture, architecture_for, known_model_types, text_config
+from quantkit.archs import Architecture, Dims, architecture_for, known_model_types, text_config
 from quantkit.archs.structure import layers_of
 from quantkit.errors import InputError
 from quantkit.garbage import collection_paused
@@ -43,7 +43,9 @@ def read_source(path: Path, recipe: Recipe) -> Source:
     config = read_json(path if path.is_file() else root / "config.json")
     arch = architecture_for(config)
     dims = arch.dims(config)
-    dims.require_consistent(path if path.is_file() else root / "config.json")
+    place = path if path.is_file() else root / "config.json"
+    dims.require_consistent(place)
+    _require_routing(dims, place)
     from_tensors = path.is_dir() and any(root.glob("*.safetensors"))
     warnings: list[str] = []
     if from_tensors:
@@ -67,6 +69,21 @@ def read_source(path: Path, recipe: Recipe) -> Source:
         sum(row.output_nbytes for row in rows),
         tuple(warnings),
     )
+
+
+def _require_routing(dims: Dims, place: Path) -> None:
+    """Active parameters and traffic follow from these; a guess of them would be a silent one.
+
+    Raises:
+        InputError: the config has experts, and neither it nor transformers' class says one of them.
+    """
+    items = []
+    if dims.experts and not dims.experts_per_token:
+        items.append(f"how many of its {dims.experts} experts each token is routed to: add num_experts_per_tok")
+    if dims.experts and not dims.moe_intermediate:
+        items.append(f"how wide each of its {dims.experts} experts is: add moe_intermediate_size")
+    if items:
+        raise InputError(f"{place} does not say all that a plan needs", "complete it, or a copy", items=items)
 
 
 def _doubts(arch: Architecture, config: Mapping[str, Any]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from quantkit.errors import InputError
 from quantkit.spec.files import is_inside
 from quantkit.spec.layout import LAYOUTS
 from quantkit.spec.scheme import SCHEMES
@@ -146,9 +147,15 @@ def _slices_problem(record: TensorRecord) -> str:
     columns = [stop - start for dim, start, stop in record.slices if dim == row_dim + 1]
     if len(columns) > 1 or len(runs) + len(columns) < len(record.slices):
         return "its slices are not runs of rows and then one of columns"
+    if record.layout != "plain":
+        try:
+            shape = LAYOUTS[record.layout].plain_shape(shape) if len(shape) > 1 else ()
+        except InputError as error:
+            return error.message
     rows = sum(runs) if runs else math.prod(whole[row_dim : row_dim + 1])
-    width = math.prod([*columns, *whole[row_dim + 1 + len(columns) :]])
-    held = math.prod(shape) // (shape[0] if row_dim else 1)
-    if held < rows * width or (width and held % width):
-        return f"{list(shape)} does not hold the slices of {list(whole)} that it should"
+    held = math.prod(shape[row_dim : row_dim + 1])
+    tail = (*columns, *whole[row_dim + 1 + len(columns) :])
+    if shape[row_dim + 1 :] != tail or held < rows or (held > rows and not runs):
+        held_by = f"the slices of {list(whole)} that it should" if record.slices else f"the whole {list(whole)}"
+        return f"{list(record.shape)} does not hold {held_by}"
     return ""

@@ -16,6 +16,7 @@ from quantkit.spec.baseline import BASELINE_NAME
 from quantkit.spec.environment import Change, Environment, changes
 from quantkit.spec.manifest import COMPARISON_NAME, manifest_path, read_manifest
 from quantkit_instruments import compare
+from quantkit_runtime import device as devices
 from quantkit_runtime.loader import require_folder
 
 
@@ -48,7 +49,7 @@ def run(folder: Path, baseline: Path | None = None, factor: float = 1.0) -> Outc
         factor: on all tolerances.
 
     Raises:
-        UsageError: nothing is saved, or the baseline is not there.
+        UsageError: nothing is saved, or the baseline or the device of the saved comparison is not there.
         InputError: candidate or baseline are not those of the saved comparison, or cannot be read.
     """
     require_folder(folder)
@@ -56,9 +57,10 @@ def run(folder: Path, baseline: Path | None = None, factor: float = 1.0) -> Outc
     there = _baseline(folder, saved, baseline)
     if _digest(folder) != saved.candidate_digest:
         raise InputError(
-            f"{folder} was converted again since its comparison was saved",
+            f"{folder} was converted again since its comparison was saved, or the comparison is of another folder",
             f"compare it anew: quantkit-runtime compare {quoted(there)} {quoted(folder)} --save",
         )
+    _require_device(folder, there, saved)
     options = compare.Options(there, folder, saved.device, saved.dtype, saved.limits, verify=saved.verify)
     result = compare.run(options)
     facts = [
@@ -96,7 +98,7 @@ def keep(options: compare.Options, result: Comparison) -> Path:
         baseline=options.baseline.resolve().name,
         baseline_digest=baseline_digest(options.baseline),
         candidate_digest=_digest(options.candidate),
-        device=options.device,
+        device=devices.resolve(options.device).family,
         dtype=result.candidate["dtype"],
         verify=options.verify,
         limits=compare.limits_for(kind, options.limits),
@@ -112,6 +114,23 @@ def _digest(folder: Path) -> str:
     if path is None:
         raise InputError(f"{folder} has no manifest any more", "copy it back, or convert again")
     return read_manifest(path).digest
+
+
+def _require_device(folder: Path, baseline: Path, saved: Saved) -> None:
+    """Figures of another kind of device say nothing about what an upgrade changed.
+
+    Raises:
+        UsageError: what the comparison was saved on is not here.
+    """
+    try:
+        devices.resolve(saved.device)
+    except UsageError as error:
+        raise UsageError(
+            f"the comparison in {folder} was saved on {saved.device} ({saved.facts.get('device', 'unknown')}), and "
+            f"torch {versions()['torch']} sees no such device here",
+            "run this where there is one; to go on with what is here, compare anew: "
+            f"quantkit-runtime compare {quoted(baseline)} {quoted(folder)} --save",
+        ) from error
 
 
 def _baseline(folder: Path, saved: Saved, given: Path | None) -> Path:

@@ -11,6 +11,7 @@ from quantkit.console import quoted
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.host import versions
 from quantkit.spec.environment import Environment, changes
+from quantkit.spec.manifest import manifest_path, read_manifest
 
 
 class Since(NamedTuple):
@@ -43,10 +44,18 @@ def since(folder: Path, converted: Iterable[Environment], ranks: int = 1) -> lis
     except QuantkitError as error:
         found.append(Since("the saved comparison", (error.message,), error.hint))
     else:
+        if saved.candidate_digest != _digest(folder):
+            what = "it is of another conversion: copied from another folder, or this one was converted again"
+            return [row for row in (*found, Since("the saved comparison", (what,), command)) if row.changed]
         again = f"quantkit-runtime regress {here}"
         found[0] = found[0]._replace(command=again)
         found.append(Since("the saved comparison", _lines([saved.environment]), again))
     return [row for row in found if row.changed]
+
+
+def _digest(folder: Path) -> str:
+    path = manifest_path(folder)
+    return read_manifest(path).digest if path is not None else ""
 
 
 def _lines(recorded: Iterable[Environment]) -> tuple[str, ...]:

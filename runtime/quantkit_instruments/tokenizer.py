@@ -5,33 +5,45 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quantkit.archs import architecture_for
+from quantkit.archs import Dims, architecture_for
+from quantkit.archs.modeling import require_embedded
 from quantkit.compare import companions
 from quantkit.errors import InputError, UsageError, first_line
 from quantkit.spec.files import read_whole
 from quantkit.spec.index import read_json
 
 
-def encode(tokenizer: Any, prompt: str) -> list[int]:
+def encode(tokenizer: Any, prompt: str, root: Path) -> list[int]:
     """Token ids of a prompt, also where the locale is not UTF-8: Python then hands over bytes as lone surrogates.
 
+    Args:
+        root: folder of the model that they are for.
+
     Raises:
-        UsageError: it is no text, or has no tokens.
+        UsageError: it is no text, is empty, or has no tokens.
+        InputError: the model of `root` does not have one of these tokens.
     """
     try:
         text = prompt.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeError as error:
         raise UsageError("the prompt is no text in UTF-8", "give another --prompt, or set LC_ALL=C.UTF-8") from error
+    if not text:  # many tokenizers make a begin-of-text token of nothing
+        raise UsageError("the prompt is empty", "give a text with --prompt")
     ids: list[int] = tokenizer(text).input_ids
     if not ids:
         raise UsageError("the prompt has no tokens", "give a text with --prompt")
+    require_embedded(ids, _dims(root).vocab)
     return ids
+
+
+def _dims(root: Path) -> Dims:
+    config = read_json(root / "config.json")
+    return architecture_for(config).dims(config)
 
 
 def max_positions(root: Path) -> int:
     """Positions that the model of a folder was made for; a huge number where its config does not say."""
-    config = read_json(root / "config.json")
-    return architecture_for(config).dims(config).max_positions or 1 << 60
+    return _dims(root).max_positions or 1 << 60
 
 
 def require_positions(

@@ -234,8 +234,10 @@ def _check_foreign_scheme(root: Path, config: dict[str, Any]) -> None:
     problems = []
     if declared.get("format") != "int-quantized":
         problems.append(f"format is {declared.get('format')!r} (quant_method {declared.get('quant_method')!r})")
-    for name, group in (declared.get("config_groups") or {}).items():
-        inputs = (group or {}).get("input_activations") or {}
+    groups = declared.get("config_groups") or {}
+    for name, group in groups.items() if isinstance(groups, dict) else [("config_groups", groups)]:
+        inputs = group.get("input_activations") if isinstance(group, dict) else None
+        inputs = inputs if isinstance(inputs, dict) else {}
         if (inputs.get("strategy"), inputs.get("dynamic"), inputs.get("symmetric")) != ("token", True, True):
             problems.append(f"{name}: activations are not symmetric, dynamic and per token")
     if problems:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.archs import ROLES, Key, Kind, architecture_for, known_model_types
 from quantkit.archs.modeling import build_skeleton, load_config, parameter_value, set_tensor
+from quantkit.archs.parser import NameParser
 from quantkit.archs.registry import FAMILIES
 from quantkit.checkpoint.reader import Source
 from quantkit.errors import InputError
@@ -186,6 +187,34 @@ def test_kimi_k2_runs_as_deepseek_v3(tiny: Tiny) -> None:
     assert config.model_type == "deepseek_v3"
     assert config.n_routed_experts == 5
     assert type(build_skeleton(config, dtype=torch.float32)).__name__ == "DeepseekV3ForCausalLM"
+
+
+@pytest.mark.parametrize("digits", ["9" * 10, "9" * 5000, "\u0663"])
+def test_what_no_layer_or_expert_can_be_numbered_as_has_no_role(digits: str) -> None:
+    arch = architecture_for({"model_type": "mixtral"})
+    names = [f"model.layers.{digits}.input_layernorm.weight"]
+    names += [f"model.layers.0.block_sparse_moe.experts.{digits}.w1.weight"]
+    for name in names:
+        assert arch.parse(name) is None
+        assert NameParser(arch).parse(name) is None
+    assert arch.parse("model.layers.999999999.input_layernorm.weight") is not None
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3", "kimi_k2", "ernie4_5_moe", "gpt_oss"])
+def test_routing_that_a_config_leaves_out_is_that_of_the_class(model_type: str) -> None:
+    same_as = {"kimi_k2": "deepseek_v3"}.get(model_type, model_type)
+    whole = transformers.AutoConfig.for_model(same_as).to_dict() | {"model_type": model_type}
+    arch = architecture_for(whole)
+    wanted = arch.dims(whole)
+    assert wanted.experts > wanted.experts_per_token > 0
+    top_k = {"ernie4_5_moe": "moe_k"}.get(model_type, "num_experts_per_tok")
+    silent = {key: value for key, value in whole.items() if key != top_k}
+    assert arch.dims(silent) == wanted
+    nested = {"model_type": "a_wrapper", "text_config": silent}
+    assert arch.dims(nested) == wanted
+    for name in ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"):
+        silent.pop(name, None)
+    assert arch.dims({**silent, top_k: whole[top_k]}) == wanted
 
 
 def test_an_unknown_model_type_is_named(tmp_path: Path) -> None:

@@ -444,6 +444,20 @@ def test_bad_input(minimax: Path, tmp_path: Path) -> None:
     assert "*.nothing" in result.stderr
 
 
+@pytest.mark.parametrize("number", [4096, 2**31])
+def test_tokens_that_the_model_does_not_have_are_refused(number: int, minimax: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(minimax, tmp_path / "model"))
+    raw = json.loads((root / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    raw["added_tokens"].append({"id": number, "content": " the", **flags})
+    (root / "tokenizer.json").write_text(json.dumps(raw))
+    for command in (("calibrate", *ARGUMENTS), ("baseline", "--texts", "2", "--tokens", "200")):
+        arguments = [command[0], root, "-o", tmp_path / "out", *command[1:], "--dry-run"]
+        result = CliRunner().invoke(main, [*map(str, arguments)])
+        assert result.exit_code == 3, result.output
+        assert f"the tokenizer gives the id {number:,}" in result.stderr
+
+
 def test_examples_of_the_help_work(minimax: Path, tmp_path: Path) -> None:
     result = invoke("--help")
     assert result.exit_code == 0

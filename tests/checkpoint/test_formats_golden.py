@@ -229,6 +229,12 @@ def test_compressed_tensors_fp8_block() -> None:
     assert_same_bits(memory.decode(), FloatQuantizationCompressor.decompress(packed, args)["weight"].numpy())
 
 
+def test_packings_that_are_no_numbers_say_nothing() -> None:
+    args = [{"num_bits": [4], "group_size": 32}, {"num_bits": 4, "group_size": [32]}, {"num_bits": 4}]
+    groups = {str(number): {"weights": each} for number, each in enumerate(args)}
+    assert FormatContext.from_config({"quantization_config": {"config_groups": groups}}).packings == ((4, 0),)
+
+
 def test_compressed_tensors_int8() -> None:
     w = torch.from_numpy(weight((37, 65))).float()
     args = scheme(num_bits=8, type="int", strategy="channel")

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from quantkit.cli import main as toolkit
@@ -233,6 +234,28 @@ def test_another_candidate_or_baseline_is_refused(folder: Path, baseline_of: Mak
     done = call("regress", folder / "other", "--baseline", folder / "moved")
     assert done.exit_code == 3
     assert "was converted again" in done.output
+    for command in (("doctor", folder / "other"), ("smoke-load", folder / "other", "--device", "cpu")):
+        done = call(*command)
+        assert done.exit_code == 0, done.output
+        said = "since the saved comparison: it is of another conversion: copied from another folder"
+        assert said in " ".join(done.output.split())
+        assert "quantkit-runtime regress" not in done.output
+    assert "another conversion" not in call("doctor", folder / "out").output
+
+
+def test_it_runs_where_it_was_saved_or_says_on_what_that_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = folder / "out"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert call("compare", folder / "baseline", out, "--save").exit_code == 0
+    saved = read_saved(out)
+    assert saved.device == "cpu", "also where a card is there when it is run again"
+    on_a_card = saved.model_copy(update={"device": "cuda", "facts": {**saved.facts, "device": "NVIDIA H200"}})
+    (out / COMPARISON_NAME).write_bytes(on_a_card.sealed())
+    done = call("regress", out)
+    assert done.exit_code == 2
+    assert f"the comparison in {out} was saved on cuda (NVIDIA H200)" in done.output
+    assert f"quantkit-runtime compare {folder / 'baseline'} {out} --save" in done.output
+    assert "--device" not in done.output, "regress has no such option"
 
 
 def test_a_changed_or_missing_file_is_refused(folder: Path) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from quantkit.cli import main
 from quantkit.convert.run import convert
 from quantkit.errors import InputError, QuantkitError, UsageError
+from quantkit.memory import grows
 from quantkit.recipe import Recipe, Rule, load_recipe
 from tests.convert.helpers import tree
 
@@ -162,6 +163,26 @@ def test_larger_than_the_source_is_said_before(tiny: Callable[[str], Path], tmp_
         main, ["convert", str(tmp_path / "int8"), "-o", str(tmp_path / "b"), "--recipe", "bf16", "--dry-run"]
     )
     assert "the output is larger than the source" in result.output
+
+
+def test_plan_and_convert_warn_of_the_same_growth(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(tiny("llama"), tmp_path / "int8", load_recipe("w8a8"), jobs=1)
+    commands = (
+        ("plan", tmp_path / "int8", "--recipe", "bf16", "--card-memory", 64),
+        ("convert", tmp_path / "int8", "--recipe", "bf16", "-o", tmp_path / "out", "--dry-run"),
+    )
+
+    def warnings() -> list[bool]:
+        outputs = [CliRunner().invoke(main, [*map(str, command)]).output for command in commands]
+        return ["larger" in output for output in outputs]
+
+    assert warnings() == [True, True]
+    monkeypatch.setattr("quantkit.memory.LARGER", 9.0)
+    assert warnings() == [False, False]
+    monkeypatch.undo()
+    assert [grows(1000, size) for size in (900, 1001, 1020, 1021)] == [False, False, False, True]
 
 
 def test_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -22,14 +23,14 @@ from tests.fuzz.mutate import BAIT
 CASES = 6
 FOUND: dict[str, tuple[int, ...]] = {
     "index": (7,),
-    "checkpoint": (27,),
-    "config": (722393, 722892),
+    "checkpoint": (27, 1002000212),
+    "config": (722393, 722892, 1000018, 1001002626, 1002000089),
     "config_of_a_run": (52041, 52243),
-    "manifest": (982, 723672),
+    "manifest": (982, 723672, 1002104),
     "texts": (721670, 723203),
     "baseline": (4, 9, 10, 16, 33, 44, 47),
     "work": (18,),
-    "tokenizer": (21, 1032),
+    "tokenizer": (21, 1032, 1001912, 1001000912),
     "endpoint": (2, 5, 6),
 }
 """Seeds of cases that ended with a traceback when they were run first."""
@@ -109,6 +110,17 @@ def test_what_is_a_finding(kind: str, case: object, limits: dict[str, float], wo
     assert found.kind == kind
 
 
+def test_a_loaded_machine_makes_no_finding(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits() -> None:
+        time.sleep(0.5)
+
+    found = watched(workspace, waits, wall_s=0.1)
+    assert found is not None
+    assert (found.kind, "waited too long" in found.detail) == ("time", True)
+    monkeypatch.setattr("tests.fuzz.guard.queued_s", time.monotonic)  # as if it had been ready to run all the while
+    assert watched(workspace, waits, wall_s=0.1) is None
+
+
 def test_a_case_is_its_seed(corpus: Path) -> None:
     raw = (corpus / "model" / "config.json").read_bytes()
     for how in (mutate.json_bytes, mutate.damaged):
@@ -129,6 +141,7 @@ def test_dead_and_hanging_processes_are_findings(tmp_path: Path, corpus: Path, m
     }
     runs.add_up([result, result], tmp_path / "both.json")
     both = json.loads((tmp_path / "both.json").read_text())
+    assert (both["cpu_minutes"], both["sessions"][0]["cpu_minutes"]) == (2 * found["cpu_minutes"], found["cpu_minutes"])
     assert (both["cases"], both["findings"]) == (2 * found["cases"], 2 * found["findings"])
     assert both["parsers"]["expert_map"]["cases"] == 2
     assert [session["cases"] for session in both["sessions"]] == [found["cases"]] * 2

@@ -99,6 +99,11 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "error",
         "tokenizer.json holds no vocabulary of ids",
     ),
+    "ids that are no numbers": (
+        write("tokenizer.json", '{"model": {"vocab": {"a": 1e999}}}'),
+        "error",
+        "tokenizer.json holds no vocabulary of ids",
+    ),
     "tokenizer that cannot be read": (
         lambda root: (root / "tokenizer.json").rename(root / "tokenizer.model"),
         "note",
@@ -183,6 +188,11 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         update("config.json", rope_parameters={"rope_type": "linear"}),
         "error",
         "rope scaling linear has no factor",
+    ),
+    "endless factor": (
+        update("config.json", rope_parameters={"rope_type": "yarn", "factor": float("inf")}),
+        "error",
+        "rope scaling yarn has no factor that is a number",
     ),
 }
 

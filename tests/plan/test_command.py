@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import transformers
 from click.testing import CliRunner, Result
 
 from quantkit.cli import main
@@ -54,6 +55,24 @@ def test_sizes_that_make_no_model_are_refused(config: Path) -> None:
     config.write_text(json.dumps({**CONFIGS["MiniMax-M2.7"], "num_experts_per_tok": 1000}))
     done = plan(config, "--device", "K100_AI")
     assert (done.exit_code, "routes each token to 1000 of 256 experts" in done.stderr) == (3, True)
+
+
+def test_experts_of_a_token_are_those_of_the_class_where_the_config_is_silent(config: Path) -> None:
+    whole = CONFIGS["MiniMax-M2.7"]
+    assert whole["num_experts_per_tok"] == transformers.MiniMaxM2Config().num_experts_per_tok
+    before = as_report(config, "--device", "K100_AI")
+    config.write_text(json.dumps({key: value for key, value in whole.items() if key != "num_experts_per_tok"}))
+    assert as_report(config, "--device", "K100_AI") == before
+
+
+def test_experts_of_which_nobody_says_how_many_a_token_has_are_refused(config: Path) -> None:
+    silent = {"num_experts_per_tok", "intermediate_size", "model_type"}
+    kept = {key: value for key, value in CONFIGS["MiniMax-M2.7"].items() if key not in silent}
+    config.write_text(json.dumps({**kept, "model_type": "of_tomorrow"}))
+    done = plan(config, "--device", "K100_AI")
+    assert (done.exit_code, str(config) in done.stderr) == (3, True)
+    assert "how many of its 256 experts each token is routed to: add num_experts_per_tok" in done.stderr
+    assert "how wide each of its 256 experts is: add moe_intermediate_size" in done.stderr
 
 
 def test_layers_without_tensors_are_told(tmp_path: Path) -> None:
@@ -203,15 +222,29 @@ def test_torch_is_not_imported(model: str, config: Path) -> None:
     subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
 
+_GROUPS = {"quant_method": "compressed-tensors"}
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"sliding_window": "many"},
         {"num_nextn_predict_layers": -1},
+        {"num_nextn_predict_layers": 2**31},
         {"first_k_dense_replace": 2.5},
         {"num_hidden_layers": 0},
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": []}},
         {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": []}},
+        {"quantization_config": {"quant_method": "fp8", "ignore": 5}},
+        {"quantization_config": {"quant_method": "fp8", "ignore": ["re:("]}},
+        {"quantization_config": {"quant_method": "fp8", "modules_to_not_convert": [{"name": 1}]}},
+        {"quantization_config": {**_GROUPS, "config_groups": {"g": {"weights": {"num_bits": "x"}}}}},
+        {"quantization_config": {**_GROUPS, "config_groups": {"g": {"weights": {"num_bits": float("inf")}}}}},
+        {"quantization_config": {**_GROUPS, "config_groups": {"g": {"weights": {"num_bits": 4, "group_size": [2]}}}}},
+        {"intermediate_size": 0},
+        {"rope_scaling": {"type": "yarn", "factor": 10**400, "original_max_position_embeddings": 4096}},
+        {"rope_scaling": {"type": "yarn", "factor": float("inf"), "original_max_position_embeddings": 4096}},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10**400}},
         {"layer_types": 3, "mlp_only_layers": 7, "rope_scaling": "much"},
     ],
 )

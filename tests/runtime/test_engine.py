@@ -123,7 +123,7 @@ def test_greedy_equals_transformers_generate(load: Load, model: str) -> None:
     """A batch of different lengths in small chunks, against transformers one by one."""
     folder = outputs.MODELS / model
     tokenizer = load_tokenizer(folder)
-    texts = [encode(tokenizer, text) for text in ("The king said to", "Once", "def main(): return 1 + 2 * (3")]
+    texts = [encode(tokenizer, text, folder) for text in ("The king said to", "Once", "def main(): return 1 + 2 * (3")]
     drive = engine(load(folder), 20, batch=3, chunk=5, stop=stop_tokens(folder))
     got = drive.generate(texts, 20)
     reference = transformers_model(folder, torch.float32)

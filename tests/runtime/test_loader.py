@@ -254,18 +254,35 @@ def test_experts_that_are_partly_int8_are_refused(checkpoint: Path, load: Load) 
         load(rewrite(checkpoint, keep_one))
 
 
-def test_a_scheme_of_another_tool_is_refused(checkpoint: Path, load: Load) -> None:
+@pytest.mark.parametrize(
+    ("declared", "words"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"format": "int-quantized", "config_groups": 5}, "config_groups: activations"),
+        ({"format": "int-quantized", "config_groups": {"g": [1]}}, "g: activations"),
+        ({"format": "int-quantized", "config_groups": {"g": {"input_activations": "token"}}}, "g: activations"),
+    ],
+)
+def test_a_scheme_of_another_tool_is_refused(
+    declared: dict[str, object], words: str, checkpoint: Path, load: Load
+) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    config["quantization_config"] = declared
     (checkpoint / "config.json").write_text(json.dumps(config))
     (checkpoint / MANIFESTS["checkpoint"]).unlink()
-    with pytest.raises(UnsupportedDtype, match="gptq"):
+    with pytest.raises(UnsupportedDtype, match=words):
         load(checkpoint)
 
 
 def test_a_hardware_layout_is_refused(folder: Path, load: Load) -> None:
-    packed = {"layout": "marlin_k64", "target": LAYOUTS["marlin_k64"].target}
-    edit_manifest(folder, lambda fields: fields["tensors"][0].update(packed))
+    layout = LAYOUTS["marlin_k64"]
+
+    def pack(fields: dict[str, Any]) -> None:
+        records = (row for row in fields["tensors"] if row["dtype"] == "I8")
+        record = next(row for row in records if not layout.misfits(*row["shape"][-2:]))
+        record.update(layout=layout.name, target=layout.target, shape=layout.packed_shape(record["shape"]))
+
+    edit_manifest(folder, pack)
     with pytest.raises(UnsupportedDtype, match="marlin_k64"):
         load(folder)
 

@@ -67,6 +67,7 @@ def rewrite_tensor(folder: Path, change: Change) -> None:
         (lambda t: {"shape": (-1, -1, t.nbytes)}, "no tensor has the shape"),
         (lambda t: {"shape": (t.nbytes,)}, "is no part of"),
         (lambda t: {"shape": (1, 1, t.nbytes)}, "does not hold 3 experts"),
+        (lambda t: {"shape": (t.shape[0], 2 * t.shape[1], t.shape[2] // 2)}, "does not hold the slices of"),
         (lambda t: {"global_shape": (5, 10**9, 10**9)}, "that it should"),
         (lambda t: {"global_shape": (5, *(n - 1 for n in t.global_shape[1:]))}, "does not lie in"),
         (lambda t: {"slices": ((1, 0, 10**6),)}, "does not lie in"),
@@ -100,6 +101,20 @@ def test_a_record_that_contradicts_itself(change: Change, words: str, copy: Path
     assert words in str(caught.value)
     assert not (tmp_path / "out").exists()
     assert words in "\n".join(verify(copy).failures)
+
+
+@pytest.mark.parametrize(
+    "turn", [lambda rows, columns: (columns, rows), lambda rows, columns: (2 * rows, columns // 2)]
+)
+def test_a_whole_tensor_of_another_shape(turn: Callable[[int, int], tuple[int, int]], copy: Path) -> None:
+    """Of as many bytes: nothing but the whole tensor's shape contradicts it."""
+    manifest = read_manifest(copy / SHARDED_NAME)
+    rows = list(manifest.tensors)
+    at = next(i for i, t in enumerate(rows) if not t.slices and len(t.shape) == 2 and 1 < t.shape[1] != t.shape[0])
+    rows[at] = replace(rows[at], shape=turn(*rows[at].shape))
+    rewrite(copy, tensors=tuple(rows))
+    found = f"{rows[at].name}: {list(rows[at].shape)} does not hold the whole {list(rows[at].global_shape)}"
+    assert any(found in failure for failure in verify(copy, quick=True).failures)
 
 
 @pytest.mark.parametrize("name", ["../{}", "{}\0", "a/../../{}"])

@@ -46,11 +46,11 @@ class FormatContext:
                 f"config.json names {len(blocks)} block sizes: {', '.join(map(str, blocks))}",
                 "remove the wrong one, or all: block sizes then follow from the shapes",
             )
-        packings = {(args.get("num_bits"), args.get("group_size") or 0) for args in weights}
+        packings = [(args.get("num_bits"), args.get("group_size") or 0) for args in weights]
         return FormatContext(
             declared=tuple(sorted(declared)),
             block=next(iter(blocks), None),
-            packings=tuple(sorted((bits, size) for bits, size in packings if _positive(bits) and type(size) is int)),
+            packings=tuple(sorted({(bits, size) for bits, size in packings if _positive(bits) and type(size) is int})),
         )
 
 

@@ -54,7 +54,7 @@ def command(
     require_folder(folder)
     tokenizer = load_tokenizer(folder)
     texts = [*prompts, *(read_prompts(file) if file else ())] or ["The"]
-    ids = [encode(tokenizer, text) for text in texts]
+    ids = [encode(tokenizer, text, folder) for text in texts]
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     context, at_once = require_positions(folder, max(map(len, ids)), max_new_tokens), min(batch or len(ids), len(ids))
     loaded, engine, table = open_session(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ import torch
 from click.testing import CliRunner
 
 from quantkit.archs.modeling import load_tokenizer
+from quantkit.errors import UsageError
 from quantkit_instruments import bench, doctor
 from quantkit_instruments.cli import main
+from quantkit_instruments.tokenizer import encode
 from quantkit_runtime import fuse
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.graft import LoadedModel
@@ -79,6 +83,7 @@ def test_float_keys_give_the_tokens_of_transformers(converted: Converted) -> Non
         (("--temperature", "-1", "--top-p", "2"), 2, "sampling options are out of range"),
         (("--kv-keys", "fp8"), 2, "choices: auto, bf16, float32, int8"),
         (("--prompts", "no-such-file"), 3, "no-such-file"),
+        (("--prompt", "The", "--prompt", ""), 2, "the prompt is empty"),
         (("--max-new-tokens", "9999"), 2, "positions; the model has"),
     ],
 )
@@ -86,6 +91,25 @@ def test_bad_use_says_what_to_do(converted: Converted, options: tuple[str, ...],
     found, out, err = run("generate", converted(TINY[0]), *options)
     assert (found, message in err, "next: " in err or "choices: " in err) == (code, True, True)
     assert "Traceback" not in out + err
+
+
+def test_nothing_is_no_prompt_also_where_the_tokenizer_makes_a_token_of_it(converted: Converted) -> None:
+    begins = SimpleNamespace(input_ids=[1])
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        encode(lambda text: begins, "", converted(TINY[0]))
+    assert encode(lambda text: begins, "a", converted(TINY[0])) == [1]
+
+
+@pytest.mark.parametrize("command", ["generate", "smoke-load"])
+def test_tokens_that_the_model_does_not_have_are_refused(command: str, converted: Converted, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(converted(TINY[0]), tmp_path / "out"))
+    path = folder / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    raw["added_tokens"].append({"id": 4096, "content": "xyz", **flags})
+    path.write_text(json.dumps(raw))
+    code, _, err = run(command, folder, "--prompt", "an xyz", "--no-verify", "--device", "cpu")
+    assert (code, "the tokenizer gives the id 4,096, the model's vocabulary has 4,096" in err) == (3, True)
 
 
 # --------------------------------------------------------------------------------------------- bench
