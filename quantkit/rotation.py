@@ -7,7 +7,7 @@ offset from adding up in one output. (A random orthogonal R has entries of 3 / s
 whose last bits differ between libraries; this one is the same everywhere.)
 
 Only sums, differences and products of float64 in a fixed order are used, no matrix library: rows of a result are bit
-for bit those of the whole, whatever the number of rows and threads.
+for bit those of the whole, whatever the number of rows and threads, and on an accelerator those of the CPU.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Rotation:
         self.size, self.seed = size, seed
         self.power = size & -size
         self.odd = size // self.power
+        self._placed: dict[torch.device, tuple[Tensor, list[Tensor]]] = {}
 
     @cached_property
     def _signs(self) -> Tensor:
@@ -48,12 +49,18 @@ class Rotation:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x Q for float64 `[..., n]`; x is left as it is."""
-        x = (x * self._signs).unflatten(-1, (self.odd, self.power))
-        columns = self._hartley
+        signs, columns = self._on(x.device)
+        x = (x * signs).unflatten(-1, (self.odd, self.power))
         result = x[..., :1, :] * columns[0]
         for index in range(1, self.odd):
             result += x[..., index : index + 1, :] * columns[index]
         return self._hadamard(result).flatten(-2)
+
+    def _on(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        """Signs and rows of R on a device."""
+        if device not in self._placed:
+            self._placed[device] = self._signs.to(device), [row.to(device) for row in self._hartley]
+        return self._placed[device]
 
     def _hadamard(self, x: Tensor) -> Tensor:
         """Butterflies along the last dimension of a contiguous tensor, which is used as a buffer; the norm is in R."""

@@ -87,6 +87,7 @@ class Plan:
             without_drafts=without_drafts,
             planning=True,
             threads=available_cores(),
+            device=str(self.device),
         )
 
     @cached_property

@@ -34,7 +34,7 @@ class Diagonal:
     unit: int = 1
 
     def __call__(self, x: Tensor, first: int) -> Tensor:
-        return x * self.factor[first : first + x.shape[-1]]
+        return x * self.factor[first : first + x.shape[-1]].to(x.device)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,9 @@ from quantkit.spec.transform import Transforms
 BLOCK = 1 << 16
 """Float64 values that are computed at once: 512 KiB, so that a rotation's passes over them stay in the cache."""
 
+ACCELERATOR_BLOCK = 1 << 23
+"""The same on an accelerator, 64 MiB: there each operation has a price of its own."""
+
 COMPUTED = replace(plain.FORMAT, name="computed")
 """Format of a transformed tensor whose source is stored in a low-bit format; plain ones stay plain."""
 
@@ -52,6 +55,7 @@ class TransformedSource(Source):
         vectors: of `scale_pair` steps.
         without_drafts: draft layers will not be written, so they need not be right.
         threads: that share the blocks of a tensor; no bit depends on them.
+        device: that computes; results are on the CPU. No bit depends on it: every operation is a sum or a product.
 
     Attributes:
         base: the source as it is.
@@ -69,9 +73,10 @@ class TransformedSource(Source):
         *,
         without_drafts: bool = False,
         threads: int = 1,
+        device: str = "cpu",
     ) -> None:
         check_transforms(base, transforms, without_drafts=without_drafts)
-        self._threads = threads
+        self._threads, self._device = threads, torch.device(device)
         self.base, self.transforms = base, transforms
         self.root, self.arch, self.index, self.context = base.root, base.arch, base.index, base.context
         self.unclassified, self.notes = base.unclassified, base.notes
@@ -125,7 +130,7 @@ class TransformedSource(Source):
         found = []
         for expert in range(start, stop):
             stored = self.base.canonical(key, self.base.fetch(key, (expert, expert + 1)))[0]
-            found.append(_apply(stored, *self._effects_on(key, expert), 0, self._threads))
+            found.append(_apply(stored, *self._effects_on(key, expert), 0, self._threads, self._device))
         return self.base.as_stored(key, torch.stack(found)).contiguous()
 
     def _effects_on(self, key: Key, expert: int | None) -> tuple[list[Effect], list[Effect]]:
@@ -138,11 +143,11 @@ class TransformedSource(Source):
         total, unit = self.entries[key].shape[0], _unit(rows)
         if unit < total:
             low, high = start // unit * unit, min(-(-stop // unit) * unit, total)
-            computed = _apply(self._stored(key, (low, high)), rows, columns, low, self._threads)
+            computed = _apply(self._stored(key, (low, high)), rows, columns, low, self._threads, self._device)
             return computed[start - low : stop - low]
         if getattr(self._last, "key", None) != key:
             self._last.key, self._last.value = None, None  # one at a time
-            self._last.value = _apply(self._stored(key, None), rows, columns, 0, self._threads)
+            self._last.value = _apply(self._stored(key, None), rows, columns, 0, self._threads, self._device)
             self._last.key = key
         kept: Tensor = self._last.value
         return kept[start:stop].clone()
@@ -182,7 +187,9 @@ def _unit(effects: list[Effect]) -> int:
     return max((effect.unit for effect in effects), default=1)
 
 
-def _apply(w: Tensor, rows: list[Effect], columns: list[Effect], first: int, threads: int) -> Tensor:
+def _apply(
+    w: Tensor, rows: list[Effect], columns: list[Effect], first: int, threads: int, device: torch.device
+) -> Tensor:
     """Effects on a matrix `[N, K]` (or vector `[N]`) whose row 0 is row `first` of the whole -> float32.
 
     Blocks of rows where rows are independent of one another, else blocks of columns.
@@ -192,20 +199,22 @@ def _apply(w: Tensor, rows: list[Effect], columns: list[Effect], first: int, thr
     result = torch.empty(w.shape, dtype=torch.float32)
     n, k = w.shape
     unit, across = _unit(rows), _unit(columns)
+    here = device.type == "cpu"
+    size = BLOCK if here else ACCELERATOR_BLOCK
     by_rows = unit < n or across >= k
-    step_n = max(1, BLOCK // k // unit) * unit if by_rows else n
-    step_k = k if by_rows else max(1, BLOCK // n // across) * across
+    step_n = max(1, size // k // unit) * unit if by_rows else n
+    step_k = k if by_rows else max(1, size // n // across) * across
 
     def block(corner: tuple[int, int]) -> None:
         top, left = corner
         with torch.inference_mode():  # threads do not inherit it, and `result` may belong to it
-            x = w[top : top + step_n, left : left + step_k].double()
+            x = w[top : top + step_n, left : left + step_k].to(device).double()
             for effect in columns:
                 x = effect(x, left)
             result[top : top + step_n, left : left + step_k] = _along_rows(x, rows, first + top)
 
     corners = [(top, left) for top in range(0, n, step_n) for left in range(0, k, step_k)]
-    if min(threads, len(corners)) > 1:
+    if here and min(threads, len(corners)) > 1:
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(block, corners))
     else:

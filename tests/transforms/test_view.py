@@ -56,6 +56,18 @@ def test_blocks_on_several_threads_are_the_whole_bit_for_bit(
             assert torch.equal(shared.fetch(key), value), key.shard_name
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+@pytest.mark.parametrize("family", ROTATED)
+def test_an_accelerator_computes_the_bits_of_the_cpu(tiny: Tiny, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, methods = Source(tiny(family)), [method(name).options(name=name) for name in ("rotate", "balance")]
+    here, there = view_of(source, methods), view_of(source, methods, device="cuda")
+    for block in (1 << 23, 512):
+        monkeypatch.setattr("quantkit.checkpoint.transformed.ACCELERATOR_BLOCK", block)
+        for key in here.entries:
+            assert torch.equal(there.fetch(key), here.fetch(key)), key.shard_name
+
+
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
 def test_values_are_those_of_the_formula(tiny: Tiny, family: str) -> None:
     """W diag(g) Q for readers and Q^T W for writers, in float64 with the matrix written out."""

@@ -71,6 +71,7 @@ def view_of(
     without_drafts: bool = False,
     planning: bool = False,
     threads: int = 1,
+    device: str = "cpu",
 ) -> Source:
     """The source as a recipe's methods transform it; the source itself when none of them does.
 
@@ -80,6 +81,7 @@ def view_of(
         without_drafts: draft layers are dropped (`Recipe.mtp`).
         planning: what methods will find in text is not known yet; until then it is left as it is.
         threads: that share the work on a tensor.
+        device: that does it.
 
     Raises:
         UsageError: the model cannot be transformed so (every reason is listed), or a method needs an artifact.
@@ -99,7 +101,12 @@ def view_of(
         steps += built.steps
         sets |= {step.vectors: built.vectors for step in built.steps if step.step == "scale_pair"}
         view = TransformedSource(
-            source, Transforms(steps=steps), _joined(dict(sets)), without_drafts=without_drafts, threads=threads
+            source,
+            Transforms(steps=steps),
+            _joined(dict(sets)),
+            without_drafts=without_drafts,
+            threads=threads,
+            device=device,
         )
     return view
 
