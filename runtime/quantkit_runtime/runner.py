@@ -48,7 +48,7 @@ class PagedRunner:
     Attributes:
         graphs, prefill_graphs: what is recorded: (graph, its input, its logits) by number of sequences, and by form.
         eager_because, prefill_eager_because: why nothing is.
-        replays: forwards of each phase that were replays.
+        replays: forwards of each phase that were replays; eager_prefills: those of prefill that were not.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PagedRunner:
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self.prefill_graphs: dict[Form, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self.eager_because = self.prefill_eager_because = "no graphs were asked for"
-        self.replays = {"prefill": 0, "decode": 0}
+        self.replays, self.eager_prefills = {"prefill": 0, "decode": 0}, 0
 
     def forward(self, chunks: list[Chunk], every_token: bool = False) -> Tensor:
         """Logits `[B, V]` of the last token of every chunk, or `[T, V]` of all; their blocks are reserved."""
@@ -95,6 +95,7 @@ class PagedRunner:
         least = self.form(rows_RT.shape[1], *tables.shape)
         form = min((form for form in self.prefill_graphs if form.holds(least)), default=None)
         if form is None or every_token:
+            self.eager_prefills += 1
             return self.prefill_packed(least.pack(rows_RT, tables, shapes).to(self.device), least, shapes, every_token)
         graph, packed, logits = self.prefill_graphs[form]
         packed.copy_(form.pack(rows_RT, tables, shapes))
@@ -128,7 +129,7 @@ class PagedRunner:
 
     def capture(self, batch: int, width: int, chunk: int) -> None:
         """Record forwards with tables of `width` blocks as graphs: decode steps of 1, 2, 4, ... `batch` sequences, and
-        prefill of `chunk` tokens of up to `batch` sequences, of half as many, and so on."""
+        prefill of `chunk` tokens of up to `batch` sequences, of half as many, and so on; 0: no memory for prefill."""
         if self.device.type != "cuda":
             self.eager_because = self.prefill_eager_because = "graphs need a card"
             return
@@ -141,8 +142,8 @@ class PagedRunner:
             self.graphs.clear()
             self.eager_because = self.prefill_eager_because = first_line(error)
             return
-        if self.attend is None:
-            self.prefill_eager_because = f"attention: {self.attention}"
+        if self.attend is None or not chunk:
+            self.prefill_eager_because = "no memory for it" if self.attend else f"attention: {self.attention}"
             return
         try:
             for tokens in sizes(chunk):
@@ -233,7 +234,7 @@ class TransformersRunner:
         self.eager_because = self.prefill_eager_because = "transformers' cache grows"
         self.graphs: dict[int, Any] = {}
         self.prefill_graphs: dict[Form, Any] = {}
-        self.replays = {"prefill": 0, "decode": 0}
+        self.replays, self.eager_prefills = {"prefill": 0, "decode": 0}, 0
         self.caches: dict[int, Any] = {}
         self.nbytes = 0  # most of all caches when a sequence ended
 
@@ -251,7 +252,7 @@ class TransformersRunner:
         """Logits `[B, V]` of the last token of every chunk."""
         from transformers import DynamicCache
 
-        rows = []
+        rows, self.eager_prefills = [], self.eager_prefills + any(len(chunk.ids) > 1 for chunk in chunks)
         for chunk in chunks:
             cache = self.caches.setdefault(chunk.sequence, DynamicCache(config=self.model.config))
             ids = torch.tensor([chunk.ids], device=self.device)
@@ -262,12 +263,14 @@ class TransformersRunner:
 
 
 def _facts(runner: PagedRunner | TransformersRunner) -> dict[str, Any]:
-    """How prefill runs, for reports: attention, tokens of recorded forwards or why there are none, replays."""
+    """How prefill runs, for reports: attention, tokens of recorded forwards or why there are none, and how many
+    forwards were replays or eager."""
     return {
         "attention": runner.attention,
         "graphs": sorted(form.tokens for form in runner.prefill_graphs),
         "eager_because": "" if runner.prefill_graphs else runner.prefill_eager_because,
         "replays": runner.replays["prefill"],
+        "eager": runner.eager_prefills,
     }
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import first_line
+from quantkit_runtime.device import Device
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.errors import OutOfMemory
 from quantkit_runtime.graft import LoadedModel
@@ -95,9 +96,11 @@ def start(loaded: LoadedModel, options: Options) -> tuple[Engine, MemoryTable]:
     weights, workspace = model_bytes(loaded.model), _workspace(loaded, options)
     free = device.free_memory()
     reserve, width = int(free * RESERVE), fmt.blocks(options.context)
-    recorded = options.graphs and device.torch.type == "cuda"
-    room = free - workspace * (1 + recorded) - reserve  # a recorded prefill holds its workspace for good
-    (blocks,) = _most_blocks(loaded, fmt, room, (batch, width))
+    room, chunk = free - workspace - reserve, options.chunk
+    kept = workspace if options.graphs and _records(device) else 0  # a recorded prefill holds its workspace for good
+    (blocks,) = _most_blocks(loaded, fmt, room - kept, (batch, width))
+    if kept and blocks < 1 + width:  # no rank has it then: all of them count the least
+        (blocks,), chunk = _most_blocks(loaded, fmt, room, (batch, width)), 0
     if not isinstance(loaded.kv, str) and blocks < 1 + width:
         raise OutOfMemory(
             f"a sequence of {options.context} positions needs {width} KV blocks; {max(0, blocks - 1)} fit into "
@@ -107,7 +110,7 @@ def start(loaded: LoadedModel, options: Options) -> tuple[Engine, MemoryTable]:
     runner = make_runner(loaded, fmt, blocks, batch)
     before = device.free_memory()
     if isinstance(runner, PagedRunner) and options.graphs:
-        runner.capture(batch, width, options.chunk)
+        runner.capture(batch, width, chunk)
     graphs = max(0, before - device.free_memory()) if runner.graphs else 0
     table = MemoryTable(
         weights=weights,
@@ -117,9 +120,14 @@ def start(loaded: LoadedModel, options: Options) -> tuple[Engine, MemoryTable]:
         graphs=graphs,
         reserve=reserve,
         free=device.free_memory(),
-        fits=_fits(loaded, fmt, free - workspace - reserve - graphs),
+        fits=_fits(loaded, fmt, room - graphs),
     )
     return Engine(runner, batch, options.chunk, options.stop, options.sampling), table
+
+
+def _records(device: Device) -> bool:
+    """Whether forwards can be recorded there at all."""
+    return device.torch.type == "cuda"
 
 
 def _most_blocks(loaded: LoadedModel, fmt: KvFormat, room: int, *asked: tuple[int, int]) -> list[int]:

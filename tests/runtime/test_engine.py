@@ -213,7 +213,8 @@ def test_prefill_of_a_fixed_form_is_that_of_fitting_ones(
             close(one, want)
     assert at == [61, 23, 9]
     assert fixed.replays == {"prefill": 7, "decode": 0}
-    assert fitting.replays["prefill"] == plain.replays["prefill"] == 0
+    assert fitting.prefill_facts()["eager"] == plain.prefill_facts()["eager"] == 7
+    assert fixed.prefill_facts()["eager"] == 0
 
 
 @pytest.mark.usefixtures("short_forms")

@@ -84,6 +84,24 @@ def test_the_pool_shrinks_to_the_card_and_says_what_fits(
         session.start(loaded, options)
 
 
+def test_recorded_prefill_gives_way_to_one_sequence(
+    tiny: Callable[[str], Path], load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph of prefill holds its workspace beside that of other forwards. Where a sequence fits without it and not
+    with it there is none, and the pool has what that leaves."""
+    loaded, asked = load(tiny("llama")), []
+    assert isinstance(loaded.kv, tuple)
+    options = session.Options(context=160, kv=kv(), batch=1, chunk=64)
+    block, (_, roomy) = sum(map(options.kv.block_bytes, loaded.kv)), session.start(loaded, options)
+    monkeypatch.setattr(session, "_records", lambda device: True)
+    monkeypatch.setattr(PagedRunner, "capture", lambda self, batch, width, chunk: asked.append(chunk))
+    for workspaces in (2, 1):
+        free = int((workspaces * roomy.workspace + 11 * block) / (1 - session.RESERVE)) + 2
+        monkeypatch.setattr(Device, "free_memory", lambda self, free=free: free)
+        assert session.start(loaded, options)[1].pool == 11 * block
+    assert asked == [64, 0]
+
+
 def test_layers_with_a_window_leave_room_for_longer_texts(
     tiny: Callable[[str], Path], load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,16 +53,17 @@ def test_generate_prints_texts_and_one_json_document(converted: Converted, tmp_p
     assert {**report["counts"], "positions": 0} == {"prefills": 1, "decodes": 5, "preemptions": 0, "positions": 0}
     assert report["eager_because"] == "graphs need a card"
     attention, why = "torch (no other kernel on cpu)", "graphs need a card"
-    assert report["prefill_runs"] == {"attention": attention, "graphs": [], "eager_because": why, "replays": 0}
+    ran = {"graphs": [], "eager_because": why, "replays": 0, "eager": 1}
+    assert report["prefill_runs"] == {"attention": attention, **ran}
     memory = report["memory"]
     assert memory["peak"] == sum(memory[key] for key in ("weights", "KV pool", "workspace", "graphs"))
     alone = json.loads(run("generate", converted(TINY[0]), *options[:2], *options[4:], "--json")[1])
     assert alone["generated"][0] == report["generated"][0]
     code, out, _ = run("generate", converted(TINY[0]), *options)
     assert code == 0
-    ran = "1 of prefill, 5 of decode, of which 0 and 0 were graphs"
+    counted = "1 of prefill, 5 of decode, of which 0 and 0 were graphs"
     how = f"prefill: eager ({why}); attention: {attention}"
-    for text in ("KV pool", "What the memory has room for", "6 new tokens", ran, how):
+    for text in ("KV pool", "What the memory has room for", "6 new tokens", counted, how):
         assert text in " ".join(out.split())
 
 
