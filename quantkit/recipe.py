@@ -30,6 +30,9 @@ RULE_FORMS = (
 MAX_SAMPLES = 10_000_000
 """Bound on samples: all of them are drawn before the first layer runs."""
 
+GROUPED = "w8a8-group128"
+"""What `auto_group` makes of a GEMM."""
+
 
 def _known_scheme(name: str) -> str:
     if name not in SCHEMES:
@@ -260,14 +263,17 @@ def unused_rule(pattern: str) -> str:
 
 
 def _check_order(names: list[str]) -> None:
-    """Methods that round come last, one of them at most, and no method comes twice."""
+    """First methods that transform, then one at most that rounds, then one that makes up for it; none comes twice."""
     from quantkit.calibrate.methods import method
 
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"{', '.join(twice)} stands there twice")
-    if any(method(name).rounds for name in names[:-1]):
-        raise ValueError("a method that rounds weights comes last, and there is one at most")
+    places = [2 if row.corrects else 1 if row.rounds else 0 for row in map(method, names)]
+    if places != sorted(places) or places.count(1) > 1:
+        raise ValueError(
+            "the order of methods is: those that transform, one at most that rounds weights, one that corrects biases"
+        )
 
 
 def keep_rule(pattern: str) -> Rule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from quantkit import __version__
 from quantkit.calibrate import kv
 from quantkit.calibrate.data import Samples
 from quantkit.calibrate.methods import learning
-from quantkit.calibrate.methods.base import FALLBACK
+from quantkit.calibrate.methods.base import FALLBACK, STARVED
 from quantkit.calibrate.passes import record_path
 from quantkit.calibrate.search import rows_found
 from quantkit.calibrate.state import (
@@ -36,12 +36,14 @@ from quantkit.errors import InputError
 from quantkit.recipe import Calibration, Recipe
 from quantkit.spec.calibration import (
     ACTIVATIONS_NAME,
+    BIASES_NAME,
     REPORT_NAME,
     SCALES_NAME,
     SUMMARY_NAME,
     CalibrationSummary,
     ClippingRow,
     GemmSummary,
+    MethodRow,
     codes_name,
 )
 from quantkit.spec.decisions import Decisions, HeldOut
@@ -90,7 +92,7 @@ def _check_starving(headers: Iterable[Header], options: Calibration) -> None:
 
 def _learned(out: Path) -> list[str]:
     """Files that methods which learn from text have left."""
-    names = [VECTORS_NAME] if (out / VECTORS_NAME).is_file() else []
+    names = [name for name in (VECTORS_NAME, BIASES_NAME) if (out / name).is_file()]
     return [*names, *sorted(path.name for path in out.glob(codes_name("*")))]
 
 
@@ -103,12 +105,20 @@ def _with_methods(summary: CalibrationSummary, recipe: Recipe, work: Path) -> Ca
         for layer in layers
         for row in rows_found(record_path(work, name, layer))
     ]
-    unsound = [row for row in rows if row.note.startswith(FALLBACK)]
-    warnings = summary.warnings
-    if unsound:
-        named = ", ".join(row.name for row in unsound[:8]) + (", ..." if len(unsound) > 8 else "")
-        warnings = (*warnings, f"{len(unsound)} GEMMs are rounded to nearest ({unsound[0].note}): {named}")
+    warnings = (
+        *summary.warnings,
+        *_named(rows, FALLBACK, "are rounded to nearest"),
+        *_named(rows, STARVED, "keep the bias that they have"),
+    )
     return summary.model_copy(update={"methods": tuple(rows), "warnings": warnings})
+
+
+def _named(rows: Sequence[MethodRow], prefix: str, what: str) -> Iterator[str]:
+    """A sentence on the GEMMs whose notes begin so."""
+    found = [row for row in rows if row.note.startswith(prefix)]
+    if found:
+        named = ", ".join(row.name for row in found[:8]) + (", ..." if len(found) > 8 else "")
+        yield f"{len(found)} GEMM{'s' * (len(found) > 1)} {what} ({found[0].note}): {named}"
 
 
 def _with_trials(summary: CalibrationSummary, work: Path) -> CalibrationSummary:

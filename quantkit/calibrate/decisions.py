@@ -29,7 +29,7 @@ from quantkit.archs import Architecture
 from quantkit.calibrate.fake_quant import Schemes
 from quantkit.calibrate.groups import Group, joined_experts
 from quantkit.calibrate.trial import Alone, LayerTrial, alone_name
-from quantkit.recipe import AutoGroup, Recipe
+from quantkit.recipe import GROUPED, AutoGroup, Recipe
 from quantkit.spec.decisions import ByKind, Decision, Decisions, FormDecisions, GroupError, HeldOut
 from quantkit.spec.scheme import SCHEMES, Scheme
 
@@ -51,7 +51,7 @@ _LARGEST_SHARE = 0.7
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = 0.2, 1.0
 """Bounds of g. Above 1 would promise more than the square of the error; below 0.2 hardly anything helps."""
 
-GROUPED, KEPT = "w8a8-group128", "keep"
+KEPT = "keep"
 
 _SMALLEST_FACTOR, _LARGEST_FACTOR = 0.05, 4.0
 """Bounds of a_l, for layers whose own error hides what they make of errors that come in."""

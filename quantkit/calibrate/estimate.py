@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import torch
 
 from quantkit.calibrate import experts
 from quantkit.calibrate.activations import LayerInput
+from quantkit.calibrate.methods import method
 from quantkit.calibrate.plan import Plan, layer_bytes
 from quantkit.calibrate.stream import LayerStream
 from quantkit.host import free_bytes
@@ -37,8 +39,8 @@ def why_untried(plan: Plan) -> str:
 def estimated_seconds(plan: Plan) -> float | None:
     """Seconds of the whole calibration, from a trial of the middle layer; None where that cannot be: `why_untried`.
 
-    Batches that run side by side are counted as if they did not disturb one another; methods that search or round are
-    not counted.
+    Batches that run side by side are counted as if they did not disturb one another. Of methods that learn from text
+    their passes are counted, and not what they search in between.
     """
     if why_untried(plan):
         return None
@@ -54,9 +56,18 @@ def estimated_seconds(plan: Plan) -> float | None:
             each = (time.monotonic() - start) / tokens
     run = each / plan.default_jobs
     statistics = read + STATISTICS * run * plan.samples.tokens
-    check = read * (1 + _ROUNDING) + 2 * run * plan.held_out.tokens if plan.held_out.samples else 0.0
+    methods = sum(read + run * tokens for tokens in _learned_tokens(plan))
+    streams = 3 if plan.dtype == torch.float32 else 2  # the source, what will be written, the source in BF16
+    check = read * (1 + _ROUNDING) + streams * run * plan.held_out.tokens if plan.held_out.samples else 0.0
     decide = read * (1 + _ROUNDING) + _decision_passes(plan) * run * plan.held_out.tokens if plan.recipe.decides else 0
-    return len(stream) * (statistics + check + decide)
+    return len(stream) * (statistics + methods + check + decide)
+
+
+def _learned_tokens(plan: Plan) -> Iterator[int]:
+    """Tokens of the pass of each method that learns from text."""
+    for options in plan.recipe.methods:
+        if learns := method(options.name).learns:
+            yield plan.samples.thinned(learns.tokens(options)).tokens
 
 
 def _decision_passes(plan: Plan) -> int:

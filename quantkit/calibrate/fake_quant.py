@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,9 @@ that and more, so it is a yardstick: what differs no more than this from the flo
 Rounded = Callable[[str, Tensor], Tensor]
 """(parameter name below the layer, value as the module holds it, `[..., N, K]`) -> dequantized INT8 of that shape."""
 
+Corrected = Callable[[str, Tensor, Scheme], Tensor]
+"""(name of the weight as for `Rounded`, bias `[N]` as the module holds it, scheme of the GEMM) -> what is added."""
+
 RoundedTokens = Callable[[Tensor, Scheme], Tensor]
 """(activations `[..., K]`, scheme of the GEMM that they enter) -> the same as that scheme represents them."""
 
@@ -42,6 +45,18 @@ def round_to_nearest(_name: str, w_NK: Tensor) -> Tensor:
     """Weights `[..., N, K]` as INT8 per output channel represents them, in their own dtype."""
     scale = channel_scales(w_NK)
     return dequantize(quantize(w_NK, scale), scale).to(w_NK.dtype)
+
+
+def uncorrected(_name: str, bias: Tensor, _scheme: Scheme) -> Tensor:
+    """Biases as they are."""
+    return bias
+
+
+class Rounding(NamedTuple):
+    """How the GEMMs of a layer are rounded, and what makes up for it."""
+
+    weights: Rounded = round_to_nearest
+    biases: Corrected = uncorrected
 
 
 def round_tokens(x: Tensor, scheme: Scheme) -> Tensor:
@@ -72,7 +87,7 @@ class FakeQuantizer:
     Args:
         arch: record of the model.
         prefix: of a layer's parameter names, `model.layers.3`.
-        rounded: how weights are rounded.
+        rounding: how weights are rounded.
         rounded_tokens: how activations are.
     """
 
@@ -80,12 +95,13 @@ class FakeQuantizer:
         self,
         arch: Architecture,
         prefix: str,
-        rounded: Rounded = round_to_nearest,
+        rounding: Rounding = Rounding(),  # noqa: B008  # immutable
         rounded_tokens: RoundedTokens = round_tokens,
     ) -> None:
-        self._arch, self._prefix, self._rounded, self._rounded_tokens = arch, prefix, rounded, rounded_tokens
+        self._arch, self._prefix, self._rounding, self._rounded_tokens = arch, prefix, rounding, rounded_tokens
         self._current = _Current()
         self._weights: dict[str, Tensor] = {}
+        self._biases: dict[tuple[str, str], Tensor] = {}
 
     @contextmanager
     def attached(self, layer: nn.Module, roles: Collection[str]) -> Iterator[FakeQuantizer]:
@@ -104,6 +120,7 @@ class FakeQuantizer:
             for module, attribute in changed:
                 delattr(module, attribute)
             self._weights.clear()
+            self._biases.clear()
 
     @contextmanager
     def running(self, schemes: Schemes) -> Iterator[None]:
@@ -153,7 +170,7 @@ class FakeQuantizer:
         parameter = f"{name}.weight"
         role = self._role(parameter, roles)
         if role:
-            self._weights[parameter] = self._rounded(parameter, module.weight)
+            self._weights[parameter] = self._rounding.weights(parameter, module.weight)
         plain = module.forward
 
         def forward(x: Tensor) -> Tensor:
@@ -162,10 +179,21 @@ class FakeQuantizer:
             scheme = self._scheme(role) if role else None
             if scheme is None:
                 return plain(x)
-            return F.linear(self._rounded_tokens(x, scheme), self._weights[parameter], module.bias)
+            return F.linear(
+                self._rounded_tokens(x, scheme), self._weights[parameter], self._bias(parameter, module.bias, scheme)
+            )
 
         setattr(module, "forward", forward)  # noqa: B010  # an instance attribute shadows the method, on purpose
         return [(module, "forward")]
+
+    def _bias(self, parameter: str, bias: Tensor | None, scheme: Scheme) -> Tensor | None:
+        """The bias of a GEMM under a scheme; threads that meet here find the same."""
+        if bias is None:
+            return None
+        found = self._biases.get((parameter, scheme.name))
+        if found is None:
+            found = self._biases[parameter, scheme.name] = self._rounding.biases(parameter, bias, scheme)
+        return found
 
     # ---------------------------------------------------------------------------------------------- experts
 
@@ -185,7 +213,10 @@ class FakeQuantizer:
             scheme = self._scheme(role) if role else None
             if scheme is None:
                 return F.linear(x_SK, w_NK, bias)
-            return F.linear(self._rounded_tokens(x_SK, scheme), self._weights[parameter][expert], bias)
+            rounded = self._rounded_tokens(x_SK, scheme)
+            return F.linear(
+                rounded, self._weights[parameter][expert], self._bias(f"{parameter}.{expert}", bias, scheme)
+            )
 
         setattr(module, LINEAR, linear)
         return [(module, LINEAR)]
@@ -196,5 +227,5 @@ class FakeQuantizer:
         w_ENK = weight.transpose(1, 2) if module.is_transposed else weight
         rounded = torch.empty(w_ENK.shape, dtype=weight.dtype, device=weight.device)
         for expert, w_NK in enumerate(w_ENK):
-            rounded[expert] = self._rounded(f"{name}.{expert}", w_NK)
+            rounded[expert] = self._rounding.weights(f"{name}.{expert}", w_NK)
         return rounded

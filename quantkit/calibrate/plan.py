@@ -24,7 +24,8 @@ from quantkit.calibrate.weights import GemmWeight, expected_gemms, gemm_keys, re
 from quantkit.checkpoint.effects import matrix_shape
 from quantkit.checkpoint.reader import Source
 from quantkit.errors import UsageError
-from quantkit.recipe import Recipe
+from quantkit.recipe import GROUPED, Recipe
+from quantkit.spec.scheme import SCHEMES, Scheme
 from quantkit.spec.tensorfile import torch_dtype
 from quantkit.spec.transform import VECTORS_NAME, MethodOptions
 from quantkit.threads import available_cores
@@ -63,6 +64,7 @@ class Plan:
         device: where layers run.
         dtype: of weights and activations there.
         memory_budget: bytes of hidden states kept in memory.
+        places: what methods count, for a dry run.
     """
 
     stored: Source
@@ -74,6 +76,7 @@ class Plan:
     device: torch.device
     dtype: torch.dtype
     memory_budget: int
+    places: Mapping[str, int]
 
     def view(self, methods: int, artifact: Path) -> Source:
         """The checkpoint after the first `methods` methods, with what was found for them in text so far."""
@@ -89,6 +92,18 @@ class Plan:
             threads=available_cores(),
             device=str(self.device),
         )
+
+    def schemes_of(self, layer: int) -> dict[Key, tuple[Scheme, ...]]:
+        """GEMMs of a layer that the recipe converts -> its scheme, and what `auto_group` may make of it.
+
+        Decisions differ between the forms of output, so they are left out here.
+        """
+        found = {}
+        for key, gemm in self.gemms.items():
+            if key.layer == layer and gemm.quantized:
+                first = self.recipe.scheme_for(self.source.arch, key, gemm.disk_name)
+                found[key] = tuple(dict.fromkeys([first, *([SCHEMES[GROUPED]] if self.recipe.auto_group else [])]))
+        return found
 
     @cached_property
     def batches(self) -> list[Batch]:
@@ -189,6 +204,7 @@ class Plan:
             "architecture": self.source.arch.name,
             "layers": self.source.dims.layers,
             "gemms": len(self.gemms),
+            **self.places,
             "samples": len(self.samples.samples),
             "kinds": list(self.samples.kinds),
             "tokens": self.samples.tokens,
@@ -245,6 +261,7 @@ def make_plan(root: Path, recipe: Recipe, *, device: str = "auto", memory_budget
             "engines scale those otherwise",
             "leave kv_cache out of the recipe",
         )
+    places = _places(source, recipe, gemms)
     samples, held_out = draw(load_tokenizer(root), recipe.calibration)
     for sample in (*samples.samples, *held_out.samples):
         require_embedded((int(sample.ids.max()),), source.dims.vocab)
@@ -253,7 +270,16 @@ def make_plan(root: Path, recipe: Recipe, *, device: str = "auto", memory_budget
             "auto_group and auto_keep decide on held-out text, and there is none",
             "give more text, and calibration.held_out more than 0",
         )
-    return Plan(stored, source, recipe, samples, held_out, gemms, place, dtype, memory_budget)
+    return Plan(stored, source, recipe, samples, held_out, gemms, place, dtype, memory_budget, places)
+
+
+def _places(source: Source, recipe: Recipe, gemms: Mapping[Key, GemmWeight]) -> dict[str, int]:
+    """What the methods that learn from text count, and refuse where they have nothing to do."""
+    found: dict[str, int] = {}
+    for options in recipe.methods:
+        if learns := method(options.name).learns:
+            found |= learns.places(source, [key for key, gemm in gemms.items() if gemm.quantized])
+    return found
 
 
 def choose_device(name: str) -> tuple[torch.device, torch.dtype]:

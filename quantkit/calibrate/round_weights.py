@@ -97,7 +97,7 @@ def round_layer(view: LayerView, options: RoundingOptions, rounds: Round) -> Fou
 def _jobs(view: LayerView) -> Iterator[_Job]:
     sets: dict[tuple[str, int | None], list[Key]] = {}
     for key in view.weights:
-        if key in view.quantized:
+        if key in view.schemes:
             sets.setdefault((input_name(view.source.arch, key), key.expert), []).append(key)
     for (name, expert), keys in sets.items():
         yield _Job(tuple(keys), name, expert)

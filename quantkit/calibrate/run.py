@@ -3,7 +3,7 @@
 The passes (`passes.py`), each of them only where the recipe asks for it:
 1. the weights as methods without data transform them (`Plan.view`);
 2. methods that look for their vectors in text, one pass each (`search.py`);
-3. methods that round weights by what enters them (`search.py` too);
+3. methods that round weights by what enters them, or make up for that (`search.py` too);
 4. decisions on the weights as they are rounded then: which GEMMs are kept or grouped (`trials.py`);
 5. statistics and scales of all GEMMs (`final.py`);
 6. a check on held-out text of what will be written (`trials.py`).
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from quantkit.calibrate.activations import MEMORY_BUDGET
 from quantkit.calibrate.artifact import write_artifact
-from quantkit.calibrate.fake_quant import Rounded
+from quantkit.calibrate.fake_quant import Rounding
 from quantkit.calibrate.final import StatisticsPass
 from quantkit.calibrate.methods import method
 from quantkit.calibrate.passes import Pass, Walk
@@ -111,14 +111,16 @@ def passes_of(plan: Plan, out: Path) -> Iterator[Pass]:
     work, methods = out / WORK_NAME, plan.recipe.methods
     rows = [method(options.name) for options in methods]
     for index, (options, row) in enumerate(zip(methods, rows, strict=True)):
-        if row.learns and not row.rounds:
+        if row.learns and not row.rounds and not row.corrects:
             yield SearchPass(plan, plan.view(index, out), options, row.learns)
     source = plan.view(len(methods), out)
-    rounded: Callable[[int], Rounded] = rounds_to_nearest
-    for options, row in zip(methods, rows, strict=True):
-        if row.learns and row.rounds:
-            yield SearchPass(plan, source, options, row.learns)
-            rounded = rounds_as_found(source, out)
+    rounded: Callable[[int], Rounding] = rounds_to_nearest
+    codes: Path | None = None
+    for index, (options, row) in enumerate(zip(methods, rows, strict=True)):
+        if row.learns and (row.rounds or row.corrects):
+            yield SearchPass(plan, source, options, row.learns, codes)
+            codes = out if row.rounds else codes
+            rounded = rounds_as_found(source, out, methods[: index + 1])
     if plan.recipe.decides:
         yield DecisionPass(plan, source, rounded)
     yield StatisticsPass(plan, source)

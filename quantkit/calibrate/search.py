@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from quantkit.archs import Key
 from quantkit.calibrate.activations import LayerInput
 from quantkit.calibrate.data import Samples
 from quantkit.calibrate.layer_weights import LayerWeights
@@ -21,6 +20,7 @@ from quantkit.calibrate.methods.base import Found, LayerView, Learns, MethodOpti
 from quantkit.calibrate.observe import LayerObserver
 from quantkit.calibrate.passes import LayerRun, Pass
 from quantkit.calibrate.plan import Plan
+from quantkit.calibrate.rounding import layer_codes
 from quantkit.calibrate.rows import BatchRows, Rows, joined, spread
 from quantkit.calibrate.weights import WeightRecorder
 from quantkit.checkpoint.reader import Source
@@ -37,12 +37,15 @@ class SearchPass(Pass):
         source: weights as the methods before left them.
         options: the recipe's entry.
         learns: what the method does with a layer.
+        codes: artifact in which a method before has left how it rounded the weights.
     """
 
-    def __init__(self, plan: Plan, source: Source, options: MethodOptions, learns: Learns) -> None:
+    def __init__(
+        self, plan: Plan, source: Source, options: MethodOptions, learns: Learns, codes: Path | None = None
+    ) -> None:
         super().__init__(plan, source)
         self.name = self.title = options.name
-        self._options, self._learns = options, learns
+        self._options, self._learns, self._codes = options, learns, codes
 
     @cached_property
     def _samples(self) -> Samples:
@@ -72,16 +75,13 @@ class SearchPass(Pass):
                 source,
                 LayerWeights(source.arch, source.dims, run.prefix, module),
                 joined(parts),
-                self._quantized(run.index),
+                self.plan.schemes_of(run.index),
+                layer_codes(self._codes, run.index) if self._codes else {},
                 run.map,
             )
             with torch.inference_mode():
                 found = self._learns.layer(view, self._options)
         return lambda path: save_found(path, found)
-
-    def _quantized(self, layer: int) -> frozenset[Key]:
-        """GEMMs that the recipe converts; decisions differ between the forms of output, so they are left out here."""
-        return frozenset(key for key, gemm in self.plan.gemms.items() if key.layer == layer and gemm.quantized)
 
     def finish(self, records: Sequence[Path], out: Path) -> None:
         self._learns.finish(records, out)

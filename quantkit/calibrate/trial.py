@@ -26,10 +26,11 @@ from quantkit.calibrate import experts
 from quantkit.calibrate.activations import LayerInput
 from quantkit.calibrate.data import Batch, Samples
 from quantkit.calibrate.experts import is_fused_experts
-from quantkit.calibrate.fake_quant import BF16, FakeQuantizer, Rounded, Schemes, narrow, round_to_nearest
+from quantkit.calibrate.fake_quant import BF16, FakeQuantizer, Rounding, Schemes, narrow
 from quantkit.calibrate.groups import Group
 from quantkit.calibrate.passes import LayerRun, Pass, Streams
 from quantkit.calibrate.plan import Plan
+from quantkit.calibrate.rounding import rounds_to_nearest
 from quantkit.calibrate.scores import HeldOutScores, spaced
 from quantkit.calibrate.stream import LayerStream
 from quantkit.checkpoint.reader import Source
@@ -125,7 +126,7 @@ class TrialPass(Pass):
         variants: Sequence[Variant],
         alone: Sequence[Alone] = (),
         *,
-        rounded: Callable[[int], Rounded] = lambda _layer: round_to_nearest,
+        rounded: Callable[[int], Rounding] = rounds_to_nearest,
     ) -> None:
         super().__init__(plan, source)
         self.name, self.streams = name, 1 + len(variants)

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from quantkit.calibrate.decisions import ALL, ANCHOR, Decider, is_anchored, schemes_of, to_run_alone
-from quantkit.calibrate.fake_quant import BF16, Rounded, round_to_nearest
+from quantkit.calibrate.fake_quant import BF16, Rounding
 from quantkit.calibrate.groups import groups_of
 from quantkit.calibrate.plan import Plan
+from quantkit.calibrate.rounding import rounds_to_nearest
 from quantkit.calibrate.trial import TrialPass, Variant
 from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import write_atomic
@@ -33,9 +34,7 @@ class DecisionPass(TrialPass):
 
     title = "decide"
 
-    def __init__(
-        self, plan: Plan, source: Source, rounded: Callable[[int], Rounded] = lambda _layer: round_to_nearest
-    ) -> None:
+    def __init__(self, plan: Plan, source: Source, rounded: Callable[[int], Rounding] = rounds_to_nearest) -> None:
         self._groups = groups_of(source, plan.recipe)
         everything = schemes_of(self._groups)
         variants = [
@@ -68,7 +67,7 @@ class CheckPass(TrialPass):
         plan: Plan,
         source: Source,
         work: Path,
-        rounded: Callable[[int], Rounded] = lambda _layer: round_to_nearest,
+        rounded: Callable[[int], Rounding] = rounds_to_nearest,
     ) -> None:
         groups, decided = groups_of(source, plan.recipe), decisions_in(work)
         tables = (

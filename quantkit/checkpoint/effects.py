@@ -15,15 +15,24 @@ import torch
 from torch import Tensor
 
 from quantkit.archs import Key, Kind
-from quantkit.archs.assemble import locate, rows_in_fused
+from quantkit.archs.assemble import Location, locate, rows_in_fused
 from quantkit.archs.roles import Residual
 from quantkit.checkpoint.reader import Source
 from quantkit.errors import InputError
 from quantkit.rotation import Rotation
-from quantkit.spec.transform import RESIDUAL_NORMS, FoldNorm, RotateHeads, RotateResidual, ScalePair, Step
+from quantkit.spec.transform import (
+    RESIDUAL_NORMS,
+    CorrectBias,
+    FoldNorm,
+    RotateHeads,
+    RotateResidual,
+    ScalePair,
+    Step,
+)
 
 Vectors = Callable[[str, Key], Tensor | None]
-"""(`ScalePair.vectors`, key of the producer's weight) -> float `[channels]`, None when it is not scaled."""
+"""(`ScalePair.vectors`, key of the producer's weight) -> float `[channels]`, None when it is not scaled; or
+(`CorrectBias.vectors`, key of a GEMM's bias, of one expert and one part) -> the bias, None when it is left."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,25 @@ class Mixing:
         return x
 
 
-Effect = Diagonal | Mixing
+@dataclass(frozen=True)
+class Replacement:
+    """Put value[j] (float64) in the place of channel j where known[j]."""
+
+    value: Tensor
+    known: Tensor
+    unit: int = 1
+
+    def __call__(self, x: Tensor, first: int) -> Tensor:
+        stop = first + x.shape[-1]
+        return torch.where(self.known[first:stop].to(x.device), self.value[first:stop].to(x.device), x)
+
+
+Effect = Diagonal | Mixing | Replacement
+
+
+def pieces_of(source: Source, key: Key) -> tuple[Location, ...] | None:
+    """Where the rows of one GEMM's weight or bias lie, None where the source has nothing like it."""
+    return locate(source.arch, source.dims, key, source.has, lambda stored: matrix_shape(source, stored)[0])
 
 
 def matrix(source: Source, key: Key) -> Tensor:
@@ -64,7 +91,7 @@ def matrix(source: Source, key: Key) -> Tensor:
     Raises:
         InputError: the source has nothing like it.
     """
-    pieces = locate(source.arch, source.dims, key, source.has, lambda stored: matrix_shape(source, stored)[0])
+    pieces = pieces_of(source, key)
     if pieces is None:
         raise InputError(f"the checkpoint has no tensor for {key.shard_name}", "check that the copy is complete")
     found = []
@@ -123,6 +150,8 @@ class Effects:
                 return self._produces(key, "attn.v")
             case ScalePair():
                 return self._produces(key, step.producer)
+            case CorrectBias():
+                return key.part == "bias" and role.kind is Kind.LINEAR and key.layer is not None
         return False
 
     def _on_columns(self, step: Step, key: Key) -> bool:
@@ -137,6 +166,8 @@ class Effects:
                 return role.fed_by == "attn.v"
             case ScalePair():
                 return role.fed_by == step.producer
+            case CorrectBias():
+                return False
 
     def _produces(self, key: Key, producer: str) -> bool:
         if producer == "attn.v" and self._source.dims.is_mla:
@@ -169,6 +200,8 @@ class Effects:
                 if scale is not None:
                     factor[self._rows_of(step.producer, key, total)] = 1 / scale
                 return Diagonal(factor)
+            case CorrectBias():
+                return self._corrected(step, key, expert, total)
             case FoldNorm():
                 raise AssertionError(step)
 
@@ -186,6 +219,18 @@ class Effects:
                 if scale is None:
                     return Diagonal(torch.ones(total, dtype=torch.float64))
                 return Diagonal(self._for_heads(scale) if step.producer == "attn.v" else scale)
+            case CorrectBias():
+                raise AssertionError(step)
+
+    def _corrected(self, step: CorrectBias, key: Key, expert: int | None, total: int) -> Replacement:
+        """The corrected biases of a stored bias, which may be that of several parts."""
+        value, known = torch.zeros(total, dtype=torch.float64), torch.zeros(total, dtype=torch.bool)
+        for part in self._source.arch.role(key.role).parts or (key.role,):
+            found = self._vectors(step.vectors, key._replace(role=part, expert=expert))
+            if found is not None:
+                start, stop = self._range_of(part, key, total)
+                value[start:stop], known[start:stop] = found.double(), True
+        return Replacement(value, known)
 
     def _scale(self, step: ScalePair, key: Key, expert: int | None) -> Tensor | None:
         """The vector of a pair, for its producer or a consumer."""

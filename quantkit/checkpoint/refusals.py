@@ -12,7 +12,16 @@ from quantkit.archs import ROLES, Key, Kind, known_model_types, text_config
 from quantkit.archs.roles import Residual
 from quantkit.checkpoint.reader import Source
 from quantkit.errors import UsageError
-from quantkit.spec.transform import RESIDUAL_NORMS, FoldNorm, RotateHeads, RotateResidual, ScalePair, Step, Transforms
+from quantkit.spec.transform import (
+    RESIDUAL_NORMS,
+    CorrectBias,
+    FoldNorm,
+    RotateHeads,
+    RotateResidual,
+    ScalePair,
+    Step,
+    Transforms,
+)
 
 _UPS = ("mlp.up", "shared.up", "expert.up")
 
@@ -35,6 +44,11 @@ def refusals(source: Source, transforms: Transforms, *, without_drafts: bool = F
     """Every reason against the steps, as sentences; none when they are exact."""
     if not transforms.steps:
         return
+    if rounded := next((entry.name for entry in source.entries.values() if entry.format.name == "int8-channel"), ""):
+        yield f"{rounded} is INT8 already, and would be rounded twice: transform the model that it was made from"
+    steps = tuple(step for step in transforms.steps if not isinstance(step, CorrectBias))  # any bias can be changed
+    if not steps:
+        return
     types = {str(part.get("model_type", "")) for part in (source.config, text_config(source.config))}
     if not types & set(known_model_types()):
         yield (
@@ -44,10 +58,8 @@ def refusals(source: Source, transforms: Transforms, *, without_drafts: bool = F
         return
     if source.unclassified:
         yield f"{source.unclassified[0]} has no role, so what it reads and writes is not known"
-    if rounded := next((entry.name for entry in source.entries.values() if entry.format.name == "int8-channel"), ""):
-        yield f"{rounded} is INT8 already, and would be rounded twice: transform the model that it was made from"
-    for index, step in enumerate(transforms.steps):
-        found = dict.fromkeys(_RULES[type(step)](source, step, transforms.steps[:index], without_drafts))
+    for index, step in enumerate(steps):
+        found = dict.fromkeys(_RULES[type(step)](source, step, steps[:index], without_drafts))
         yield from (f"{step.step}: {reason}" for reason in found)
 
 

@@ -77,10 +77,13 @@ def command(
     plan = make_plan(model, resolved, device=device)
     if dry_run:
         from quantkit.calibrate.estimate import estimated_seconds, why_untried
+        from quantkit.calibrate.methods import learning
 
         seconds = estimated_seconds(plan)
         unknown = f"unknown: {why_untried(plan)}"
-        time = unknown if seconds is None else f"about {seconds / 60:.1f} minutes on this machine"
+        searching = ", ".join(learning(resolved.methods))
+        beside = f", and what {searching} compute beside their passes" if searching else ""
+        time = unknown if seconds is None else f"about {seconds / 60:.1f} minutes on this machine{beside}"
         print_sizes({**plan.describe(), **({"estimated_seconds": seconds} if as_json else {"time": time})}, as_json, 16)
         return
     run = run_plan(plan, out, jobs or 0)
@@ -134,11 +137,23 @@ def _show_summary(summary: CalibrationSummary, folder: Path, *, already: bool) -
         markup=False,
     )
     out.print(_worst_table(summary))
-    for line in _held_out_lines(summary):
+    for line in (*_method_lines(summary), *_held_out_lines(summary)):
         out.print(line, markup=False)
     for warning in summary.warnings:
         out.print(f"warning: {warning}", markup=False)
     out.print(f"report: {folder / REPORT_NAME}", markup=False)
+
+
+def _method_lines(summary: CalibrationSummary) -> Iterator[str]:
+    """What the methods that learn from text did."""
+    from quantkit.report.held_out import method_rows
+
+    for row in method_rows(summary.methods, 0):
+        without = f"; {row['without']:,} GEMMs have no bias to correct" if row["without"] else ""
+        yield (
+            f"{row['method']}: {row['changed']:,} of {row['places']:,} places changed, mean error of the output "
+            f"{row['before']:.3%}, {row['after']:.3%} with it{without}"
+        )
 
 
 def _held_out_lines(summary: CalibrationSummary) -> Iterator[str]:

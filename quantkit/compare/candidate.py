@@ -5,7 +5,7 @@ hide or fake one here. That takes one forward: a hook before every layer puts th
 the candidate's own. A second, undisturbed forward shows how errors add up.
 
 Weights whose residual stream was rotated (`manifest.transforms`) get rotated hidden states; their operators and weights
-have other values by design and are not compared.
+have other values by design and are not compared. Neither are corrected biases; the outputs that they are part of are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quantkit.errors import InputError
 from quantkit.rotation import Rotation
 from quantkit.spec.baseline import Baseline, read_layer
 from quantkit.spec.baseline import Sequence as Tokens
-from quantkit.spec.transform import RotateResidual, Step
+from quantkit.spec.transform import CorrectBias, RotateResidual, Step
 
 Layers = Sequence[Mapping[str, Tensor]]
 """Tensors of each layer's file."""
@@ -80,7 +80,7 @@ class Subject:
         arch: the family's record.
         device: of its inputs.
         dtype: that it computes in where it does not in INT8.
-        transforms: exact changes of its weights, from the manifest.
+        transforms: changes of its weights before they were rounded, from the manifest.
     """
 
     model: nn.Module
@@ -88,6 +88,16 @@ class Subject:
     device: torch.device
     dtype: torch.dtype
     transforms: tuple[Step, ...] = ()
+
+    @property
+    def transformed(self) -> bool:
+        """Whether its weights have other values by design."""
+        return any(not isinstance(step, CorrectBias) for step in self.transforms)
+
+    @property
+    def corrected(self) -> bool:
+        """Whether biases make up for what rounding does."""
+        return any(isinstance(step, CorrectBias) for step in self.transforms)
 
     def basis(self, hidden: Tensor) -> Tensor:
         """The source's hidden states in the candidate's basis."""
@@ -245,19 +255,19 @@ class Measurement:
             handle.remove()
 
     def _weights(self, index: int, layer: nn.Module) -> dict[str, Tensor]:
-        if self._subject.transforms:
+        if self._subject.transformed:
             return {}
         return weight_fingerprints(self._subject.arch, f"{self._prefix}.{index}", layer)
 
     def outside(self) -> dict[str, Tensor]:
         """Fingerprints of the weights outside the layers."""
-        if self._subject.transforms:
+        if self._subject.transformed:
             return {}
         return weight_fingerprints(self._subject.arch, "", self._subject.model, without=f"{self._prefix}.")
 
     def _experts(self, index: int) -> Tensor | None:
         rows, module = self._source[index].get("experts.input"), self._taps[index].experts_module
-        if rows is None or module is None or self._subject.transforms:
+        if rows is None or module is None or self._subject.transformed:
             return None
         with torch.inference_mode():
             return run_each_expert(module, rows.to(self._subject.device, self._subject.dtype))

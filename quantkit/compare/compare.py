@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quantkit import __version__
 from quantkit.archs.modeling import decoder_layers
+from quantkit.archs.roles import Kind
 from quantkit.compare.answers import by_kind, by_position, greedy_row, needle_rows, positions
 from quantkit.compare.bisect import LayerComparison, LayerReport, per_token, rms
 from quantkit.compare.candidate import Answer, Layers, LayerSeen, Measurement, Subject, read_layers
@@ -152,7 +153,18 @@ def _layers(
     unit = torch.finfo(subject.dtype).eps / 2
     for index, (source, found) in enumerate(zip(layers, seen, strict=True)):
         hidden = {name: subject.basis(source[name]) for name in ("input", "output", "long") if name in source}
-        yield LayerComparison(subject.arch, prefix, index, {**source, **hidden}, found, limits, unit).report()
+        compared = {
+            name: value for name, value in source.items() if not (subject.corrected and _is_bias(subject, name))
+        }
+        yield LayerComparison(subject.arch, prefix, index, {**compared, **hidden}, found, limits, unit).report()
+
+
+def _is_bias(subject: Subject, name: str) -> bool:
+    """Whether a tensor of a baseline's layer, `weight.layers.3.expert.gate.bias`, is the bias of a GEMM."""
+    if not (name.startswith("weight.layers.") and name.endswith(".bias")):
+        return False
+    role = ".".join(field for field in name.split(".")[3:-1] if not field.isdigit())
+    return subject.arch.role(role).kind is Kind.LINEAR
 
 
 def _embedding(error: float, limits: Limits) -> Iterator[Finding]:
@@ -180,8 +192,10 @@ def _head(kl: float, limits: Limits) -> Iterator[Finding]:
 
 
 def _notes(baseline: Baseline, subject: Subject) -> Iterator[str]:
-    if subject.transforms:
+    if subject.transformed:
         yield "transforms"
+    elif subject.corrected:
+        yield "biases"
     if not baseline.full:
         yield "top_k"
     if not baseline.of_use("long"):

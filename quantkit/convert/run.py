@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,6 +84,9 @@ def prepare(
     source_digest = source.digest()
     given = recipe
     digest, recipe, kv_cache = _calibrated(calibration, source, source_digest, recipe, form)
+    if recipe != given:  # what was decided is part of what the weights become
+        spec = replace(spec, recipe=recipe)
+        source = spec.open()
     scales = Calibrated(calibration, source) if calibration else None
     planned = plan(
         source,

@@ -17,6 +17,8 @@ from quantkit.spec.transform import Step
 def open_transformed(root: Path, recipe: Recipe, *, ignore_index: bool = False, artifact: Path | None = None) -> Source:
     """A checkpoint or rank shards, as the recipe's methods transform them.
 
+    Biases are corrected for the schemes of this recipe, so it holds all that a calibration decided.
+
     An output of quantkit whose weights went through the same methods before is taken as it is, so that sharding again
     and merging are slicing, whatever the recipe.
 
@@ -29,7 +31,7 @@ def open_transformed(root: Path, recipe: Recipe, *, ignore_index: bool = False, 
         return source
     made = made_by(root)
     if made is None or not made.recipe.get("methods"):
-        return view_of(source, recipe.methods, artifact=artifact, without_drafts=recipe.mtp == "drop")
+        return view_of(source, recipe.methods, artifact=artifact, without_drafts=recipe.mtp == "drop", written=recipe)
     if made.recipe.get("methods") != recipe.model_dump(mode="json")["methods"]:
         raise UsageError(
             f"the weights of {root} were transformed by other methods than those of the recipe {recipe.name}",

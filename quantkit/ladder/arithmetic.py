@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.calibrate.decisions import schemes_of
-from quantkit.calibrate.fake_quant import Rounded, Schemes
+from quantkit.calibrate.fake_quant import Rounding, Schemes
 from quantkit.calibrate.groups import groups_of
 from quantkit.calibrate.methods import learning, view_of
 from quantkit.calibrate.rounding import rounds_as_found, rounds_to_nearest
@@ -40,9 +40,11 @@ class Arithmetic:
         """Layer -> role -> scheme of the GEMMs that become INT8."""
         return schemes_of(groups_of(view, self.resolved))
 
-    def rounded(self, view: Source) -> Callable[[int], Rounded]:
+    def rounded(self, view: Source) -> Callable[[int], Rounding]:
         """Layer -> how its weights are rounded."""
-        return rounds_as_found(view, self.calibration) if self.calibration else rounds_to_nearest
+        if self.calibration is None:
+            return rounds_to_nearest
+        return rounds_as_found(view, self.calibration, self.recipe.methods)
 
 
 def arithmetic_of(rungs: Sequence[Rung], source: Source) -> dict[str, Arithmetic]:

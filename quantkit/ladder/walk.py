@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantkit.archs.structure import layers_of
 from quantkit.calibrate.activations import LayerInput
-from quantkit.calibrate.fake_quant import FakeQuantizer, RoundedTokens, round_tokens
+from quantkit.calibrate.fake_quant import FakeQuantizer, RoundedTokens, Rounding, round_tokens
 from quantkit.calibrate.passes import LayerRun, Pass
 from quantkit.calibrate.plan import Plan
 from quantkit.calibrate.rounding import rounds_to_nearest
@@ -73,8 +73,10 @@ class RungPass(Pass):
             layer = stack.enter_context(run.stream.materialized(run.index))
             schemes = self._schemes.get(run.index, {})
             rung = self.rung
-            rounded = as_stored if rung.weights == "stored" else self._rounded(run.index)
-            quantizer = FakeQuantizer(self.source.arch, run.prefix, rounded, _ACTIVATIONS[rung.activations])
+            rounding = Rounding(as_stored) if rung.weights == "stored" else self._rounded(run.index)
+            if rung.activations != "recipe":  # biases are corrected for what really runs
+                rounding = Rounding(rounding.weights)
+            quantizer = FakeQuantizer(self.source.arch, run.prefix, rounding, _ACTIVATIONS[rung.activations])
             stack.enter_context(quantizer.attached(layer, schemes))
             if "int8" in (rung.keys, rung.values):
                 latent = self.source.dims.kv_lora_rank

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quantkit.report.plots import line_plot
-from quantkit.spec.calibration import KvSummary, MethodRow
+from quantkit.spec.calibration import NOTHING, KvSummary, MethodRow
 from quantkit.spec.decisions import FormDecisions, GroupError, HeldOut
 
 WORST_GROUPS = 12
@@ -90,10 +90,14 @@ def kv_plot(rows: Sequence[KvSummary]) -> str:
 
 
 def method_rows(methods: Sequence[MethodRow], most: int) -> list[dict[str, Any]]:
-    """Per method: places, changed ones, mean error before and after, and the places that gained most."""
+    """Per method: places, changed ones, mean error before and after, GEMMs that have no place, largest gains."""
     by_method: defaultdict[str, list[MethodRow]] = defaultdict(list)
+    without: Counter[str] = Counter()
     for row in methods:
-        by_method[row.method].append(row)
+        if row.note.startswith(NOTHING):
+            without[row.method] += row.gemms
+        else:
+            by_method[row.method].append(row)
     return [
         {
             "method": name,
@@ -101,6 +105,7 @@ def method_rows(methods: Sequence[MethodRow], most: int) -> list[dict[str, Any]]
             "changed": sum(row.after != row.before for row in rows),
             "before": sum(row.before for row in rows) / len(rows),
             "after": sum(row.after for row in rows) / len(rows),
+            "without": without[name],
             "rows": sorted(rows, key=lambda row: (row.after - row.before, row.name))[:most],
         }
         for name, rows in sorted(by_method.items())

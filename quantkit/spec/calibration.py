@@ -7,7 +7,9 @@ A folder with
 - `activations.safetensors`: statistics by GEMM input, see `quantkit.calibrate.observe`;
 - `report.html`: the same for reading;
 - where methods that learn from text were used, `transforms.safetensors` (see `quantkit.spec.transform`), and
-  `codes-LAYER.safetensors` with `SHARD_NAME` I8 `[N, K]` and `SHARD_NAME_scale` F32 `[N, 1]` of every rounded GEMM.
+  `codes-LAYER.safetensors` with `SHARD_NAME` I8 `[N, K]` and `SHARD_NAME_scale` F32 `[N, 1]` of every rounded GEMM, and
+  `biases.safetensors` with `SCHEME/SHARD_NAME` `[N]`, in the source's dtype, of every bias that was corrected for GEMMs
+  of that scheme.
 """
 
 from __future__ import annotations
@@ -26,6 +28,12 @@ SUMMARY_NAME = "calibration.json"
 SCALES_NAME = "scales.safetensors"
 ACTIVATIONS_NAME = "activations.safetensors"
 REPORT_NAME = "report.html"
+BIASES_NAME = "biases.safetensors"
+
+
+def bias_name(scheme: str, shard_name: str) -> str:
+    """Name of a corrected bias in that file."""
+    return f"{scheme}/{shard_name}"
 
 
 def codes_name(layer: int | str) -> str:
@@ -108,6 +116,10 @@ class ClippingRow(Strict):
     share: float
 
 
+NOTHING = "nothing to do: "
+"""How the note of GEMMs begins that have no place for what a method does."""
+
+
 class MethodRow(Strict):
     """What a method that learns from text did at one place.
 
@@ -118,6 +130,7 @@ class MethodRow(Strict):
         before, after: relative error ||y - y'|| / ||y|| of what it computes on sampled rows, without and with the
             method; equal where nothing was changed.
         note: what was chosen, or why nothing was.
+        gemms: that the row stands for.
     """
 
     method: str
@@ -126,6 +139,7 @@ class MethodRow(Strict):
     before: float
     after: float
     note: str = ""
+    gemms: int = 1
 
 
 class CalibrationSummary(Strict):

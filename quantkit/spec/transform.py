@@ -1,8 +1,9 @@
-"""What was done to the weights before they were rounded: exact changes that leave the float model as it is.
+"""What was done to the weights before they were rounded: exact changes that leave the float model as it is, but one.
 
 A transform is a list of steps, applied in order. The float model is unchanged because every step has two sides that
 cancel: what is done to the outputs of one set of tensors is undone at the inputs of all tensors that read them. Which
-tensors these are follows from the role table; `quantkit.checkpoint.transformed` carries the steps out.
+tensors these are follows from the role table; `quantkit.checkpoint.transformed` carries the steps out. The exception is
+`correct_bias`, the last step where it is there: it makes the quantized model better and the float model worse.
 
 Vectors of `scale_pair` steps that cannot be computed from the weights alone stand in `transforms.safetensors`, named
 `VECTORS.SHARD_NAME` (`ScalePair.vectors` and `Key.shard_name` of the producer), F32 `[channels]`.
@@ -72,7 +73,18 @@ class ScalePair(Strict):
     vectors: str
 
 
-Step = Annotated[FoldNorm | RotateResidual | RotateHeads | ScalePair, Field(discriminator="step")]
+class CorrectBias(Strict):
+    """Biases of quantized GEMMs make up for the mean of the GEMMs' errors; a bias without a vector is left as it is.
+
+    Attributes:
+        vectors: name of the set of vectors, which are whole biases, in the dtype in which they are written.
+    """
+
+    step: Literal["correct_bias"] = "correct_bias"
+    vectors: str = "bias"
+
+
+Step = Annotated[FoldNorm | RotateResidual | RotateHeads | ScalePair | CorrectBias, Field(discriminator="step")]
 
 
 class Transforms(Strict):

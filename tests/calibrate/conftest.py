@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.report import calibration as report
+from tests.families import make_tiny
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +20,20 @@ def no_plots() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "render", lambda _summary: "report")
         yield
+
+
+@pytest.fixture(scope="session")
+def family(minimax: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A family's random model with a tokenizer, so that it can be calibrated."""
+
+    @cache
+    def make(name: str) -> Path:
+        root = make_tiny(name, tmp_path_factory.mktemp(name) / "model", vocab_size=4096)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(minimax / file, root)
+        return root
+
+    return make
 
 
 def small_recipe(name: str = "w8a8", **calibration: object) -> Recipe:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ from quantkit.spec.manifest import read_manifest
 from quantkit.spec.mesh import Mesh
 from quantkit.spec.scheme import SCHEMES
 from tests.calibrate.conftest import small_recipe
-from tests.families import make_tiny
 
 Float = NDArray[np.float64]
 
@@ -210,20 +208,6 @@ def test_heads_that_share_values_share_factors() -> None:
 # ------------------------------------------------------------------------------------- layers of any form
 
 
-@pytest.fixture(scope="module")
-def family(minimax: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A family's random model with a tokenizer, so that it can be calibrated."""
-
-    @cache
-    def make(name: str) -> Path:
-        root = make_tiny(name, tmp_path_factory.mktemp(name) / "model", vocab_size=4096)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(minimax / file, root)
-        return root
-
-    return make
-
-
 FORMS = ("qwen2", "phi3", "deepseek_v3", "gpt_oss", "qwen3_5_moe")
 """Biases and tied embeddings; fused; latent attention; transposed and interleaved experts; stacked experts."""
 
@@ -264,7 +248,7 @@ def test_every_form_is_rounded_and_verified(name: str, family: Callable[[str], P
 def _dequantized_is_near(root: Path, tmp_path: Path, wanted: Recipe) -> None:
     """Codes assembled as transformers' module holds them, against the transformed source."""
     view = view_of(Source(root), wanted.methods, artifact=tmp_path / "cal")
-    rounded = rounds_as_found(view, tmp_path / "cal")(1)
+    rounded = rounds_as_found(view, tmp_path / "cal", wanted.methods)(1).weights
     model = build_skeleton(load_config(root), dtype=torch.float32)
     layer, seen = model.get_submodule("model.layers.1"), 0
     for name, like in layer.named_parameters():
@@ -416,8 +400,9 @@ def test_clip_alone_rounds_to_nearest_with_its_scales(minimax: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("methods", "message"),
     [
-        ([GPTQ, SMOOTH], "comes last"),
-        ([SMOOTH, {"name": "clip"}, GPTQ], "comes last"),
+        ([GPTQ, SMOOTH], "one at most that rounds"),
+        ([SMOOTH, {"name": "clip"}, GPTQ], "one at most that rounds"),
+        ([{"name": "bias"}, GPTQ], "one that corrects biases"),
         ([SMOOTH, SMOOTH], "stands there twice"),
         ([{"name": "gptq", "damping": 0}], "greater than 0"),
     ],

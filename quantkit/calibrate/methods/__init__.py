@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from quantkit.calibrate.methods.base import Method
     from quantkit.checkpoint.effects import Vectors
     from quantkit.checkpoint.reader import Source
+    from quantkit.recipe import Recipe
     from quantkit.spec.transform import MethodOptions
 
 METHODS: Mapping[str, str] = {
     "balance": "balance",
+    "bias": "bias",
     "clip": "clip",
     "gptq": "gptq",
     "rotate": "rotate",
@@ -72,6 +74,7 @@ def view_of(
     planning: bool = False,
     threads: int = 1,
     device: str = "cpu",
+    written: Recipe | None = None,
 ) -> Source:
     """The source as a recipe's methods transform it; the source itself when none of them does.
 
@@ -82,12 +85,14 @@ def view_of(
         planning: what methods will find in text is not known yet; until then it is left as it is.
         threads: that share the work on a tensor.
         device: that does it.
+        written: recipe with all that was decided, for the weights as they will be written; None: without what makes up
+            for the errors of rounding, which is the float model.
 
     Raises:
         UsageError: the model cannot be transformed so (every reason is listed), or a method needs an artifact.
     """
     from quantkit.checkpoint.transformed import TransformedSource
-    from quantkit.spec.transform import Transforms
+    from quantkit.spec.transform import CorrectBias, ScalePair, Transforms
 
     if not planning:
         require_artifact(methods, artifact)
@@ -95,11 +100,15 @@ def view_of(
     sets: dict[str, Vectors] = {}
     view = source
     for options in methods:
-        built = method(options.name).build(view, options, artifact)
+        row = method(options.name)
+        if row.corrects and written and artifact:
+            built = row.corrects(view, artifact, written)
+        else:
+            built = row.build(view, options, artifact)
         if not built.steps:
             continue
         steps += built.steps
-        sets |= {step.vectors: built.vectors for step in built.steps if step.step == "scale_pair"}
+        sets |= {step.vectors: built.vectors for step in built.steps if isinstance(step, ScalePair | CorrectBias)}
         view = TransformedSource(
             source,
             Transforms(steps=steps),

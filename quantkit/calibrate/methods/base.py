@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.archs import Key
+from quantkit.arithmetic import channel_scales, dequantize, quantize
 from quantkit.checkpoint.effects import Vectors, matrix
 from quantkit.checkpoint.reader import OpenFiles, Source
 from quantkit.spec.tensorfile import read_header
@@ -24,7 +25,9 @@ from quantkit.spec.transform import VECTORS_NAME, MethodOptions, Step
 if TYPE_CHECKING:
     from quantkit.calibrate.layer_weights import LayerWeights
     from quantkit.calibrate.rows import Rows
+    from quantkit.recipe import Recipe
     from quantkit.spec.calibration import MethodRow
+    from quantkit.spec.scheme import Scheme
 
 __all__ = [
     "Built",
@@ -44,6 +47,9 @@ Result = TypeVar("Result")
 
 FALLBACK = "plain: "
 """How the note of a GEMM begins that a method was to round and could not."""
+
+STARVED = "left as it is: too few rows: "
+"""How the note of a GEMM begins that a method could not judge."""
 
 
 class Built(NamedTuple):
@@ -73,7 +79,8 @@ class LayerView:
         source: as the methods before left it.
         weights: of the materialized layer.
         rows: what enters its GEMMs on sampled tokens, by `rows.input_name`.
-        quantized: keys of the GEMMs that will be INT8.
+        schemes: of the GEMMs that will be INT8: what the recipe says, and what else may be decided.
+        codes: `Key.shard_name` of a weight -> int8, and its scales under `NAME_scale`, of what a method has rounded.
         map: for work on several GEMMs.
     """
 
@@ -81,13 +88,23 @@ class LayerView:
     source: Source
     weights: LayerWeights
     rows: Mapping[str, Rows]
-    quantized: frozenset[Key]
+    schemes: Mapping[Key, Sequence[Scheme]]
+    codes: Mapping[str, Tensor]
     map: Map
 
     def weight(self, key: Key) -> Tensor:
         """Float32 `[N, K]`, not to be changed; read again where the layer holds it in a narrower dtype."""
         view = self.weights.view(key)
         return view if view.dtype == torch.float32 else matrix(self.source, key).float().to(view.device)
+
+    def rounded(self, key: Key) -> Tensor:
+        """Float32 `[N, K]`, the weight as INT8 will represent it."""
+        w_NK = self.weight(key)
+        if key.shard_name not in self.codes:
+            scale = channel_scales(w_NK)
+            return dequantize(quantize(w_NK, scale), scale)
+        codes, scale = (self.codes[name].to(w_NK.device) for name in (key.shard_name, f"{key.shard_name}_scale"))
+        return dequantize(codes, scale)
 
 
 @dataclass(frozen=True)
@@ -106,12 +123,15 @@ class Learns(NamedTuple):
         rows: options -> sampled rows of each input.
         layer: what it finds of a layer.
         finish: (records of all layers, folder of the artifact) -> writes what the next passes need.
+        places: (source, GEMMs that will be INT8) -> counts for a dry run, by what they are of; raises a UsageError
+            where the method has nothing to do.
     """
 
     tokens: Callable[[Any], int]
     rows: Callable[[Any], int]
     layer: Callable[[LayerView, Any], Found]
     finish: Callable[[Sequence[Path], Path], None]
+    places: Callable[[Source, Sequence[Key]], Mapping[str, int]] = lambda _source, _keys: {}
 
 
 class Method(NamedTuple):
@@ -122,13 +142,16 @@ class Method(NamedTuple):
         build: (source with the steps of the methods before, options, calibration artifact or None) -> steps. Without
             an artifact, vectors that are found in text are missing, so that nothing is scaled.
         learns: how it learns from text; None when it needs none.
-        rounds: it rounds weights, and has no steps; such methods come last.
+        rounds: it rounds weights, and has no steps; there is one such method at most, after those with steps.
+        corrects: (source with the steps of the methods before, calibration artifact, recipe with all that was decided)
+            -> steps that make up for the errors of rounding, so that only what is written has them; the last method.
     """
 
     options: type[MethodOptions]
     build: Callable[[Source, Any, Path | None], Built]
     learns: Learns | None = None
     rounds: bool = False
+    corrects: Callable[[Source, Path, Recipe], Built] | None = None
 
 
 def stored_vectors(artifact: Path) -> Vectors:
@@ -151,5 +174,5 @@ def no_vectors(_set: str, _key: object) -> None:
 
 
 def nothing(_source: Source, _options: Any, _artifact: Path | None) -> Built:
-    """`build` of a method that rounds."""
+    """`build` of a method that rounds, or makes up for it."""
     return Built((), no_vectors)

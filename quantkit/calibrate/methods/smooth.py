@@ -163,7 +163,7 @@ def search_layer(view: LayerView, options: SmoothOptions) -> Found:
 def _groups(view: LayerView, role: str, min_rows: int) -> Iterator[Group]:
     """Groups of a producer that has quantized readers in this layer; one for each expert where it is per expert."""
     arch, dims = view.source.arch, view.source.dims
-    readers = [key for key in view.weights if arch.role(key.role).fed_by == role and key in view.quantized]
+    readers = [key for key in view.weights if arch.role(key.role).fed_by == role and key in view.schemes]
     if arch.role(role).per_expert:
         for key in readers:
             x = view.rows[input_name(arch, key)].of(key.expert) if input_name(arch, key) in view.rows else None
