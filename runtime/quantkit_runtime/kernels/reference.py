@@ -249,15 +249,20 @@ def paged_decode(
     table = torch.where(seen.view(b, -1, block).any(-1), block_table, 0).long()
     k, v = _gather(k_cache, k_scale, table), _gather(v_cache, v_scale, table)
     q = q_BHD.float().view(b, kv_heads, h // kv_heads, -1)
-    scores = torch.einsum("bgrd,bgld->bgrl", q, k).mul_(scale)
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
-    sink = q.new_full((h,), -torch.inf) if sinks is None else sinks.float()
-    with_sink = torch.cat([scores, sink.view(1, kv_heads, -1, 1).expand(b, -1, -1, 1)], dim=-1)
-    weights = with_sink.softmax(dim=-1)[..., :-1].nan_to_num(0.0)  # an empty sequence without a sink is 0 / 0
+    weights = _weights(torch.einsum("bgrd,bgld->bgrl", q, k).mul_(scale), seen, sinks, softcap)
     out = torch.einsum("bgrl,bgld->bgrd", weights, v.masked_fill(~seen[:, None, :, None], 0.0))
     return out.reshape(b, h, -1).to(q_BHD.dtype)
+
+
+def _weights(scores_BGRL: Tensor, seen_BL: Tensor, sinks: Tensor | None, softcap: float) -> Tensor:
+    """Softmax over the positions that are seen."""
+    b, groups, repeat, _ = scores_BGRL.shape
+    if softcap:
+        scores_BGRL = torch.tanh(scores_BGRL / softcap) * softcap
+    scores_BGRL = scores_BGRL.masked_fill(~seen_BL[:, None, None], -torch.inf)
+    sink = scores_BGRL.new_full((groups * repeat,), -torch.inf) if sinks is None else sinks.float()
+    with_sink = torch.cat([scores_BGRL, sink.view(1, groups, repeat, 1).expand(b, -1, -1, 1)], dim=-1)
+    return with_sink.softmax(dim=-1)[..., :-1].nan_to_num(0.0)  # an empty sequence without a sink is 0 / 0
 
 
 def _gather(cache: Tensor, scale: Tensor | None, table: Tensor) -> Tensor:
@@ -308,13 +313,20 @@ def paged_prefill(
         tiles: which query is whose, and where it stands; padding gives zeros.
         k_cache, k_scale, v_cache, v_scale, block_table, scale, sinks, window, softcap: as in `paged_decode`.
     """
-    out = q_THD.new_zeros((*q_THD.shape[:2], v_cache.shape[3]))
-    for row, first, queries, position in tiles.rows[tiles.rows[:, 2] > 0].tolist():
-        part = slice(first, first + queries)
-        # each query as a sequence that ends with it
-        lengths = torch.arange(position + 1, position + 1 + queries, device=q_THD.device).clamp_min(0)
-        table, stores = block_table[row].expand(queries, -1), (k_cache, k_scale, v_cache, v_scale)
-        out[part] = paged_decode(q_THD[part], *stores, table, lengths, scale, sinks, window, softcap)
+    (tokens, heads, _), (groups, block), dim_v = q_THD.shape, k_cache.shape[1:3], v_cache.shape[3]
+    out = q_THD.new_zeros((tokens, heads, dim_v))
+    for row, first, queries, position in tiles.rows.tolist():
+        length, part = position + queries, slice(first, first + queries)
+        if queries and length > 0:
+            table = block_table[row : row + 1, : -(-length // block)].long()
+            (k,), (v,) = (_gather(*store, table)[:, :, :length] for store in ((k_cache, k_scale), (v_cache, v_scale)))
+            at, places = torch.arange(position, length).to(q_THD.device), torch.arange(length).to(q_THD.device)
+            seen = places <= at.unsqueeze(1)
+            if window:
+                seen = seen & (places > at.unsqueeze(1) - window)
+            q = q_THD[part].float().view(queries, groups, heads // groups, -1)
+            weights = _weights(torch.einsum("tgrd,gld->tgrl", q, k).mul_(scale), seen, sinks, softcap)
+            out[part] = torch.einsum("tgrl,gld->tgrd", weights, v).reshape(queries, heads, dim_v).to(q_THD.dtype)
     return out
 
 

@@ -184,10 +184,11 @@ def _decode(tokens: int) -> Iterator[Case]:
 
 
 def _prefill(tokens: int) -> Iterator[Case]:
-    """Two sequences with and without a past, and padding."""
+    """Two sequences with and without a past, and padding; heads of a model, so that every row of the table comes up."""
     from quantkit_runtime.kernels.tuning import tuning
 
-    random, page, queries = _random(tokens), 16, tuning().prefill_shape(tokens, 4).queries
+    random, page, heads = _random(tokens), 16, 32
+    queries = tuning().prefill_shape(tokens, heads).queries
     shapes = [(tokens - tokens // 3, tokens - tokens // 3 + 21), (tokens // 3, tokens // 3)]
     rows = [*reference.cut(shapes, queries), (0, tokens, 1, -1), (0, 0, 0, 0)]
     tiles = reference.Tiles(torch.tensor(rows, dtype=torch.int32), queries)
@@ -200,7 +201,7 @@ def _prefill(tokens: int) -> Iterator[Case]:
             shape, int8 = (2 * blocks, 2, page, width), kept == torch.int8
             stores.append(_int8(random, *shape) if int8 else torch.randn(shape, generator=random))
             stores.append(_scales(random, *shape[:3]) / 64 if int8 else None)
-        q, sinks = torch.randn((tokens + 1, 4, dim), generator=random), torch.randn(4, generator=random)
+        q, sinks = torch.randn((tokens + 1, heads, dim), generator=random), torch.randn(heads, generator=random)
         arguments = (*stores, table, tiles, 0.1, sinks if window else None, window)
         yield Case((q, *arguments), 1e-4) if window or keys != torch.int8 else Case((q.bfloat16(), *arguments), 1e-2)
 

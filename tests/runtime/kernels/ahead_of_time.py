@@ -63,6 +63,7 @@ _FLOAT_KEYS = {"INT8_K": False, "k_scale": None}
 _PREFILL = {
     "v_scale": None, "PAGE": 16, "DIM": 128, "DIM_V": 128, "INT8_K": True, "INT8_V": False, "SOFTCAP": False,
     "WINDOW": False, "SINKS": False, "BM": 64, "BN": 64, "BD": 128, "BV": 128,
+    "PRECISION": "ieee",
 }  # fmt: skip
 _EXPANDED = {**_FLOAT_KEYS, "DIM": 192, "BD": 256, "BN": 32, "WINDOW": True, "SINKS": True}
 _ALIGN = {"E": 128, "BINS": 256, "BLOCK": 128, "CHUNK": 1024, "FILL": 128}

@@ -7,6 +7,7 @@ all of a tile's queries see come first and are not masked (Dao, FlashAttention-2
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -36,7 +37,7 @@ def _walk(
     acc, weight, top, q_tile, position, low, high, k, k_scale, v, v_scale, table, kv_head, kv_heads, scale, softcap,
     window, PAGE: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, INT8_K: tl.constexpr, INT8_V: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    BV: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Online softmax, in powers of 2, over the keys from low to high.
     for at in range(low, high, BN):
@@ -49,7 +50,7 @@ def _walk(
         place = (block * kv_heads + kv_head) * PAGE + n % PAGE
         k_tile = _rows(k, place, inside, DIM, BD, MASKED).to(q_tile.dtype)  # int8 without loss
         v_tile = _rows(v, place, inside, DIM_V, BV, MASKED).to(q_tile.dtype)
-        score = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        score = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if INT8_K:
             score *= tl.load(k_scale + place, mask=inside, other=0.0)[None, :]
         if SOFTCAP:
@@ -71,7 +72,7 @@ def _walk(
         weight = weight * kept + tl.sum(p, axis=1)
         if INT8_V:
             p *= tl.load(v_scale + place, mask=inside, other=0.0)[None, :]
-        acc = tl.dot(p.to(q_tile.dtype), v_tile, acc * kept[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(q_tile.dtype), v_tile, acc * kept[:, None], input_precision=PRECISION)
         top = new_top
     return acc, weight, top
 
@@ -81,7 +82,7 @@ def _prefill(
     q, k, k_scale, v, v_scale, table, tiles, sinks, out, scale, softcap, window, rep, q_token, q_head, table_row,
     PAGE: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, INT8_K: tl.constexpr, INT8_V: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BD: tl.constexpr, BV: tl.constexpr, OVERLAP: tl.constexpr,
+    BD: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     after_previous(OVERLAP)
     head, tile = tl.program_id(0), tl.program_id(1)
@@ -110,11 +111,11 @@ def _prefill(
     if not WINDOW:
         acc, weight, top = _walk(
             acc, weight, top, q_tile, position, low, whole, k, k_scale, v, v_scale, own, kv_head, kv_heads, scale,
-            softcap, window, PAGE, DIM, DIM_V, INT8_K, INT8_V, SOFTCAP, WINDOW, False, BN, BD, BV,
+            softcap, window, PAGE, DIM, DIM_V, INT8_K, INT8_V, SOFTCAP, WINDOW, False, BN, BD, BV, PRECISION,
         )  # fmt: skip
     acc, weight, top = _walk(
         acc, weight, top, q_tile, position, whole, high, k, k_scale, v, v_scale, own, kv_head, kv_heads, scale,
-        softcap, window, PAGE, DIM, DIM_V, INT8_K, INT8_V, SOFTCAP, WINDOW, True, BN, BD, BV,
+        softcap, window, PAGE, DIM, DIM_V, INT8_K, INT8_V, SOFTCAP, WINDOW, True, BN, BD, BV, PRECISION,
     )  # fmt: skip
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * _LOG2E
@@ -154,13 +155,15 @@ def paged_prefill(
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     config = config or tuning().prefill_shape(tokens, heads)
     bd, bv = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(dim_v))
+    # on CUDA float32 products run on tensor cores in three parts; one by one they would spill registers
+    wide = q_THD.dtype == torch.float32 and q_THD.is_cuda and torch.version.hip is None
     bn, stages = config.fitted((bd + bv) * q_THD.element_size())
     _prefill[(heads, len(tiles.rows))](
         q_THD, k_cache, k_scale, v_cache, v_scale, block_table, tiles.rows,
         None if sinks is None else sinks.contiguous(), out, scale, softcap, window, heads // kv_heads,
         q_THD.stride(0), q_THD.stride(1), block_table.stride(0),
         PAGE=page, DIM=dim, DIM_V=dim_v, INT8_K=k_scale is not None, INT8_V=v_scale is not None, SOFTCAP=softcap > 0,
-        WINDOW=window > 0, SINKS=sinks is not None, BM=max(16, tiles.queries), BN=bn, BD=bd, BV=bv, **overlap(),
-        num_warps=config.warps, num_stages=stages,
+        WINDOW=window > 0, SINKS=sinks is not None, BM=max(16, tiles.queries), BN=bn, BD=bd, BV=bv,
+        PRECISION="tf32x3" if wide else "ieee", **overlap(), num_warps=config.warps, num_stages=stages,
     )  # fmt: skip
     return out
