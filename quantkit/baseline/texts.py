@@ -111,7 +111,9 @@ def _prompts(tokenizer: Any, kind: str, rows: list[Row], options: TextOptions) -
         if number == options.prompts:
             return
         if _templated(tokenizer, row):
-            asked = [message for message in row.messages if message["role"] == "user"][:1]
+            asked = [message for message in row.messages if message.get("role") == "user"][:1]
+            if not asked:
+                continue
             text = render_chat(tokenizer, asked)
             ids = list(tokenizer(text, add_special_tokens=False).input_ids)
         else:

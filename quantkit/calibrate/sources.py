@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.calibrate.nesting import require_shallow
 from quantkit.errors import InputError, UsageError, first_line
 from quantkit.recipe import Mix
 from quantkit.shipped import shipped_folder
@@ -134,8 +135,12 @@ def _local_rows(path: Path) -> Iterator[Mapping[str, Any]]:
     extra = {"sample_by": "paragraph"} if builder == "text" else {}
     options = {"data_files": str(path), "split": "train", "streaming": True, **extra}
     try:
+        if builder == "json":
+            require_shallow(path, MAX_ROWS)
         with tempfile.TemporaryDirectory(prefix="quantkit-") as cache:  # not in the user's home, which may be read-only
             yield from datasets.load_dataset(builder, cache_dir=cache, **options)
+    except InputError:
+        raise
     except Exception as error:  # the library raises what its readers raise: pyarrow, json, unicode errors
         raise InputError(f"{path} cannot be read as {builder}: {first_line(error)}", "check the file") from error
 

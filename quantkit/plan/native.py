@@ -111,8 +111,8 @@ def _form(declared: Mapping[str, Any]) -> tuple[Callable[[Shape], Stored] | None
 
 def _compressed(declared: Mapping[str, Any]) -> Callable[[Shape], Stored] | None:
     groups = declared.get("config_groups")
-    rows = [row.get("weights") for row in groups.values()] if isinstance(groups, Mapping) else []
-    weights = next((row for row in rows if isinstance(row, Mapping)), None)
+    rows = [row for row in groups.values() if isinstance(row, Mapping)] if isinstance(groups, Mapping) else []
+    weights = next((row["weights"] for row in rows if isinstance(row.get("weights"), Mapping)), None)
     if weights is None:
         return None
     group = weights.get("group_size")

@@ -208,6 +208,17 @@ def test_default_texts_are_none_that_a_default_calibration_draws(minimax: Path) 
     assert not [text.name for text in texts if text.ids[:64] in drawn]
 
 
+def test_a_turn_without_a_role_is_no_prompt(minimax: Path, tmp_path: Path) -> None:
+    """The tiny tokenizer's template asks for none."""
+    turn, path = {"content": "The sea is grey and salt. " * 9}, tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in ([turn], [turn, turn])))
+    done = CliRunner().invoke(
+        main, ["baseline", str(minimax), "-o", str(tmp_path / "out"), "--data", str(path), "--dry-run"]
+    )
+    assert done.exit_code in (0, 3), done.exception
+    assert done.exit_code == 0 or "template" in done.stderr
+
+
 def test_a_foreign_json_is_no_baseline(tmp_path: Path) -> None:
     (tmp_path / "baseline.json").write_text('{"format_version": 1, "surprise": 2}')
     with pytest.raises(InputError, match="not a baseline") as caught:

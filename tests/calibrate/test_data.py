@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from quantkit.archs.modeling import load_tokenizer
+from quantkit.calibrate import nesting
 from quantkit.calibrate.data import Samples, draw_samples
 from quantkit.calibrate.data import draw as draw_both
 from quantkit.calibrate.sources import builtin_kinds, parse_spec, read_rows
@@ -214,6 +215,30 @@ def test_unreadable_and_shapeless_files_are_refused(tmp_path: Path) -> None:
     assert "body" in caught.value.choices
     with pytest.raises(InputError, match=r"row 0 of .* its `kind` is no text"):
         read_rows(Mix(data=str(write_jsonl(tmp_path / "kinds.jsonl", [{"text": "a", "kind": [["x"]]}]))))
+
+
+@pytest.mark.parametrize("name", ["deep.jsonl", "deep.json"])
+@pytest.mark.parametrize("piece", ['{"a":', "["])
+def test_text_that_nests_without_end_is_refused(name: str, piece: str, tmp_path: Path) -> None:
+    """The library's reader ends the process with it."""
+    closing = {"[": "]", '{"a":': "}"}[piece]
+    deep = piece * 100_000 + "1" + closing * 100_000
+    (tmp_path / name).write_text(json.dumps({"text": LONG}) + f'\n{{"messages": {deep}}}\n')
+    with pytest.raises(InputError, match="line 2: it nests deeper than 100 levels"):
+        read_rows(Mix(data=str(tmp_path / name)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1 << 20])
+def test_brackets_of_texts_do_not_nest(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever piece of the file ends in the middle of a text, of an escape or of escaped backslashes."""
+    monkeypatch.setattr(nesting, "_CHUNK", size)
+    rows = [{"text": text} for text in ("[" * 300, '"{' * 300, "\\" * 7 + '"[' * 300, "\\", "]}" * 9)]
+    path = write_jsonl(tmp_path / "texts.jsonl", rows)
+    nesting.require_shallow(path, 100)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("[" * 101)
+    with pytest.raises(InputError, match="line 6: it nests deeper"):
+        nesting.require_shallow(path, 100)
 
 
 def test_specs() -> None:

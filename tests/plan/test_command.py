@@ -241,6 +241,7 @@ _GROUPS = {"quant_method": "compressed-tensors"}
         {"quantization_config": {**_GROUPS, "config_groups": {"g": {"weights": {"num_bits": "x"}}}}},
         {"quantization_config": {**_GROUPS, "config_groups": {"g": {"weights": {"num_bits": float("inf")}}}}},
         {"quantization_config": {**_GROUPS, "config_groups": {"g": {"weights": {"num_bits": 4, "group_size": [2]}}}}},
+        {"quantization_config": {**_GROUPS, "config_groups": {"g": 0.5}}},
         {"intermediate_size": 0},
         {"rope_scaling": {"type": "yarn", "factor": 10**400, "original_max_position_embeddings": 4096}},
         {"rope_scaling": {"type": "yarn", "factor": float("inf"), "original_max_position_embeddings": 4096}},
