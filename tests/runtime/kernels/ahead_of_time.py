@@ -49,8 +49,8 @@ CACHE = {
 
 
 def _gemm(bm: int, bn: int, share: int, group: int, swap: bool, warps: int) -> tuple[Any, ...]:
-    sizes = {"SHARE": share, "GROUP": group, "HAS_BIAS": True, "SWAP": swap, "BAND": 8, "BM": bm, "BN": bn, "BK": 128}
-    return gemm._gemm, GEMM, {**sizes, "EVEN_K": True}, warps
+    sizes = {"SHARE": share, "GROUP": group, "BM": bm, "BN": bn, "BK": 128, "SWAP": swap, "BAND": 8}
+    return gemm._gemm, GEMM, {**sizes, "BIASED": False, "HAS_BIAS": True, "EVEN_K": True}, warps
 
 
 _ROW = {"GROUP": 4096, "G": 1, "W": 4096}

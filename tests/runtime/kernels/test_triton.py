@@ -47,6 +47,16 @@ def test_gemm_is_exact_in_int32_where_float32_is_not(triton_kernels: Modules) ->
     assert torch.equal(got, torch.full((2, 3), float(2048 * 127**2)))
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_gemm_is_exact_for_the_largest_sums_of_a_group(triton_kernels: Modules, sign: int) -> None:
+    """Sums of 256 products of 127^2, next to 2^22: the bias that takes them to float32 must not run over."""
+    x, w = torch.full((2, 512), 127, dtype=torch.int8), torch.full((3, 512), 127 * sign, dtype=torch.int8)
+    x[1, 0] = 126  # an odd last bit
+    scales = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.ones(3, 1)
+    got = triton_kernels["gemm"].w8a8_gemm(x, scales[0], w, scales[1], None, torch.float32)
+    assert got[:, 0].tolist() == [sign * 256 * 127**2, sign * (256 * 127**2 - 127)]
+
+
 @pytest.mark.parametrize("group", [0, 16])
 @pytest.mark.parametrize("share", [1, 3])
 @pytest.mark.parametrize("m", cases.M_CLASSES)

@@ -18,6 +18,10 @@ from quantkit_runtime.kernels.reference import Alignment, check_accumulator
 from quantkit_runtime.kernels.triton.overlap import after_previous, overlap
 from quantkit_runtime.kernels.tuning import Tile, tuning
 
+_HALF_EVEN = tl.constexpr(12582912.0)  # 1.5 x 2^23, bits 0x4B400000: an integer added to the bits is added to it
+MOST_BIASED = 256
+"""Longest group whose sums, at most 256 x 127^2 < 2^22, `_wide` takes to float32 by additions alone."""
+
 NO_SPLIT = 128
 """Longest group of K that one tile step covers; longer groups take several steps."""
 
@@ -38,10 +42,18 @@ def _step(acc, x_ptr, w_ptr, at, inside_K, EVEN: tl.constexpr, SWAP: tl.constexp
 
 
 @triton.jit
+def _wide(acc, BIASED: tl.constexpr):
+    """float32 of int32 sums, exactly; BIASED: of magnitudes below 2^22, without a conversion (slow on NVIDIA)."""
+    if BIASED:
+        return (acc + 0x4B400000).to(tl.float32, bitcast=True) - _HALF_EVEN
+    return acc.to(tl.float32)
+
+
+@triton.jit
 def _gemm(
     x, x_scale, w, w_scale, bias, out, slots, tile_expert, rows, tiles_m, n, k, stride_expert,
-    SHARE: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, SWAP: tl.constexpr, BAND: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
+    SHARE: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr, HAS_BIAS: tl.constexpr, SWAP: tl.constexpr,
+    BAND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     after_previous(OVERLAP)
@@ -90,7 +102,7 @@ def _gemm(
             scale = tl.load(x_scale + x_m * groups + group)
             if SWAP:
                 acc = tl.trans(acc)
-            total += acc.to(tl.float32) * scale[:, None]
+            total += _wide(acc, BIASED) * scale[:, None]
     else:
         acc = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
         for at in range(0, k, BK):
@@ -166,7 +178,7 @@ def _launch(
         x.contiguous(), x_scale.contiguous(), w.contiguous(), w_scale, w_scale if bias is None else bias, out,
         alignment.slots if alignment else out, alignment.tile_expert if alignment else out,
         rows, tiles_m, n, k, w.stride(0),
-        SHARE=share, GROUP=group, HAS_BIAS=bias is not None, SWAP=tile.swap, BAND=tile.band,
-        BM=bm, BN=tile.bn, BK=bk, EVEN_K=k % bk == 0,
+        SHARE=share, GROUP=group, BIASED=group <= MOST_BIASED and torch.version.hip is None, HAS_BIAS=bias is not None,
+        SWAP=tile.swap, BAND=tile.band, BM=bm, BN=tile.bn, BK=bk, EVEN_K=k % bk == 0,
         num_warps=tile.warps, num_stages=tile.stages, **overlap(),
     )  # fmt: skip

@@ -44,7 +44,8 @@ def rounded_quotient(value, scale):
     inverse = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
     quotient = value * inverse
     quotient = tl.math.fma(tl.math.fma(-quotient, scale[:, None], value), inverse, quotient)
-    return round_half_even(quotient).to(tl.int8)
+    # The sum's low bits are the integer in two's complement: no conversion, which is slow on some cards.
+    return (quotient + _HALF_EVEN).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
