@@ -29,7 +29,7 @@ def scale_from_absmax(absmax: Tensor) -> Tensor:
 
 
 def channel_scales(w_NK: Tensor) -> Tensor:
-    """Per-output-channel scales of a weight `[..., N, K]` -> float32 `[..., N, 1]`."""
+    """Per-output-channel scales of a weight `[..., N, K]`, or per-token ones of rows -> float32 `[..., N, 1]`."""
     # two passes that only read are faster than writing and reading |w|; NaN and infinity survive both
     low, high = w_NK.amin(dim=-1, keepdim=True), w_NK.amax(dim=-1, keepdim=True)
     return scale_from_absmax(torch.maximum(high, -low))
@@ -43,6 +43,11 @@ def quantize(x: Tensor, scale: Tensor) -> Tensor:
 def quotient_scratch(x: Tensor, scale: Tensor) -> Tensor:
     """The values of `quantize`, but in a float32 `x` that the caller gives up: it is overwritten."""
     return _rounded(x.div_(scale))
+
+
+def represented(x: Tensor, scale: Tensor) -> Tensor:
+    """`dequantize(quantize(x, scale), scale)`, without codes in between."""
+    return _rounded(x.float() / scale).mul_(scale)
 
 
 def rounding_error(x: Tensor, scale: Tensor, *, out: Tensor) -> Tensor:
@@ -76,8 +81,8 @@ def quantize_tokens(x_TK: Tensor, group_size: int | None = None) -> tuple[Tensor
         int8 of x's shape, and float32 scales `[..., 1]` or `[..., K / group_size]`.
     """
     if group_size is None:
-        scale = scale_from_absmax(x_TK.abs().amax(dim=-1, keepdim=True))
+        scale = channel_scales(x_TK)
         return quantize(x_TK, scale), scale
     grouped = x_TK.unflatten(-1, (-1, group_size))
-    scale = scale_from_absmax(grouped.abs().amax(dim=-1, keepdim=True))
+    scale = channel_scales(grouped)
     return quantize(grouped, scale).flatten(-2), scale.squeeze(-1)

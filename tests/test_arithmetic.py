@@ -71,6 +71,18 @@ def test_tokens_by_group_equal_each_group_alone() -> None:
         np.testing.assert_array_equal(scale[:, group : group + 1].numpy(), alone_scale)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_represented_values_are_those_of_codes(dtype: torch.dtype) -> None:
+    x = torch.from_numpy(np.random.default_rng(6).uniform(-1, 1, (9, 77)).astype(np.float32)).to(dtype)
+    x[3] = 0
+    scale = arithmetic.channel_scales(x) * 0.8  # clips
+    before = x.clone()
+    found = arithmetic.represented(x, scale)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, arithmetic.dequantize(arithmetic.quantize(x, scale), scale))
+    assert torch.equal(x, before)
+
+
 @pytest.mark.parametrize("size", [0.0, 1e-37, 1.0, 3e38])
 def test_rounding_error_has_the_bits_of_codes(size: float) -> None:
     x = torch.from_numpy(np.random.default_rng(5).uniform(-1, 1, (9, 5, 77)).astype(np.float32)) * size

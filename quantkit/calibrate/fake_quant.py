@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from quantkit.archs import Architecture, Kind
 from quantkit.archs.modeling import parameter_key
-from quantkit.arithmetic import channel_scales, dequantize, quantize, quantize_tokens
+from quantkit.arithmetic import channel_scales, represented
 from quantkit.calibrate.experts import LINEAR, is_fused_experts, projection_weight
 from quantkit.spec.scheme import Scheme, group_size_for
 
@@ -43,8 +43,7 @@ RoundedTokens = Callable[[Tensor, Scheme], Tensor]
 
 def round_to_nearest(_name: str, w_NK: Tensor) -> Tensor:
     """Weights `[..., N, K]` as INT8 per output channel represents them, in their own dtype."""
-    scale = channel_scales(w_NK)
-    return dequantize(quantize(w_NK, scale), scale).to(w_NK.dtype)
+    return represented(w_NK, channel_scales(w_NK)).to(w_NK.dtype)
 
 
 def uncorrected(_name: str, bias: Tensor, _scheme: Scheme) -> Tensor:
@@ -62,11 +61,9 @@ class Rounding(NamedTuple):
 def round_tokens(x: Tensor, scheme: Scheme) -> Tensor:
     """Activations `[..., K]` as `scheme` represents them, in their own dtype."""
     if not scheme.group_size:
-        q, scale = quantize_tokens(x)
-        return dequantize(q, scale).to(x.dtype)
-    group = group_size_for(x.shape[-1], scheme.group_size)
-    q, scale = quantize_tokens(x, group)
-    return dequantize(q.unflatten(-1, (-1, group)), scale.unsqueeze(-1)).flatten(-2).to(x.dtype)
+        return represented(x, channel_scales(x)).to(x.dtype)
+    grouped = x.unflatten(-1, (-1, group_size_for(x.shape[-1], scheme.group_size)))
+    return represented(grouped, channel_scales(grouped)).flatten(-2).to(x.dtype)
 
 
 def narrow(x: Tensor) -> Tensor:

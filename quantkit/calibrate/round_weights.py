@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from quantkit.archs import Key
-from quantkit.arithmetic import channel_scales, dequantize, quantize, quantize_tokens
+from quantkit.arithmetic import channel_scales, dequantize, quantize, represented
 from quantkit.calibrate.methods.base import FALLBACK, Found, LayerView, MethodOptions
 from quantkit.calibrate.rows import input_name
 from quantkit.checkpoint.writer import read_chunks, write_atomic
@@ -140,15 +140,15 @@ def second_moments(x: Tensor) -> Tensor:
     """Mean of q(x)^T q(x) over rows float32 `[n, K]`, float64 `[K, K]`."""
     total = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64, device=x.device)
     for chunk in x.split(_CHUNK):
-        rounded = dequantize(*quantize_tokens(chunk))
+        rounded = represented(chunk, channel_scales(chunk))
         total += rounded.T @ rounded
     return total / len(x)
 
 
 def relative_errors(w_NK: Tensor, h_KK: Tensor, *rounded_NK: Tensor) -> list[float]:
     """||x (w - q)^T|| / ||x w^T|| of each q, over the rows behind the second moments."""
-    matrices = (each.double() for each in (w_NK, *(w_NK - each for each in rounded_NK)))
-    square, *errors = torch.stack([((each @ h_KK) * each).sum() for each in matrices]).tolist()
+    matrices, h_KK = (w_NK, *(w_NK - each for each in rounded_NK)), h_KK.float()
+    square, *errors = torch.stack([(each @ h_KK).mul_(each).sum(dtype=torch.float64) for each in matrices]).tolist()
     return [(max(error, 0.0) / square) ** 0.5 if square > 0 else 0.0 for error in errors]
 
 

@@ -26,7 +26,7 @@ from pydantic import Field
 from torch import Tensor
 
 from quantkit.archs import ROLES, Key, Kind
-from quantkit.arithmetic import channel_scales, dequantize, quantize
+from quantkit.arithmetic import channel_scales, represented
 from quantkit.calibrate.fake_quant import round_tokens
 from quantkit.calibrate.methods.base import (
     Built,
@@ -222,7 +222,7 @@ class Outcome(NamedTuple):
 def search(group: Group, scheme: Scheme = SCHEMES["w8a8"]) -> Outcome:
     """The best of all candidates, with activations rounded by `scheme`."""
     exact = [x @ w.T for x, w in group.readers]
-    square = max(sum(float(y.double().square().sum()) for y in exact), 1e-30)
+    square = max(sum(float(torch.linalg.vector_norm(y, dim=1).double().square().sum()) for y in exact), 1e-30)
 
     def error(scale: Tensor | None) -> float:
         expanded = None if scale is None else expand(group, scale)
@@ -256,9 +256,8 @@ def output_error(x: Tensor, w_NK: Tensor, y: Tensor, scale: Tensor | None, schem
     """||y - y'||^2 of a GEMM whose input and weight are rounded after they were scaled."""
     if scale is not None:
         x, w_NK = x / scale, w_NK * scale
-    rounded = round_tokens(x, scheme)
-    w_scale = channel_scales(w_NK)
-    return float((rounded @ dequantize(quantize(w_NK, w_scale), w_scale).T - y).double().square().sum())
+    output = round_tokens(x, scheme) @ represented(w_NK, channel_scales(w_NK)).T
+    return float(torch.linalg.vector_norm(output.sub_(y), dim=1).double().square().sum())
 
 
 def magnitudes(group: Group, statistic: str) -> tuple[Tensor, Tensor]:
