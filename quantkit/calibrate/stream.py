@@ -185,29 +185,37 @@ class LayerStream:
         placeholder = self.model.get_parameter(name)
         key = self._table_key(name)
         table = torch.empty(placeholder.shape, dtype=self._dtype_of(key), device=self.device)
-        for start, rows in self._rows_of(key):
-            stop = start + len(rows)
-            if wanted is None:
-                table[start:stop] = rows
-            else:
+        if wanted is None:
+            for start, rows in self._rows_of(key):
+                table[start : start + len(rows)] = rows
+        else:
+            for start, stop in self._pieces(key):
+                rows, computed = self.source.fetch_lazily(key, (start, stop))
+                self._require_finite(key, rows)
                 mine = wanted[(wanted >= start) & (wanted < stop)]
-                table[mine.to(self.device)] = rows[mine - start].to(table)
+                table[mine.to(self.device)] = computed(rows[mine - start]).to(table)
         set_tensor(self.model, name, table)
         try:
             yield
         finally:
             set_tensor(self.model, name, placeholder)
 
+    def _pieces(self, key: Key) -> Iterator[tuple[int, int]]:
+        """Ranges of rows of a stored table."""
+        total, width = self.source.entries[key].shape
+        step = max(1, _TABLE_BYTES // (4 * width))
+        return ((start, min(start + step, total)) for start in range(0, total, step))
+
     def _rows_of(self, key: Key) -> Iterator[tuple[int, Tensor]]:
         """(first row, rows) of a stored table, a piece at a time, checked to be finite."""
-        entry = self.source.entries[key]
-        total, width = entry.shape
-        step = max(1, _TABLE_BYTES // (4 * width))
-        for start in range(0, total, step):
-            rows = self.source.fetch(key, (start, min(start + step, total)))
-            if not bool(torch.isfinite(rows).all()):
-                raise not_finite(entry.name)
+        for start, stop in self._pieces(key):
+            rows = self.source.fetch(key, (start, stop))
+            self._require_finite(key, rows)
             yield start, rows
+
+    def _require_finite(self, key: Key, rows: Tensor) -> None:
+        if not bool(torch.isfinite(rows).all()):
+            raise not_finite(self.source.entries[key].name)
 
     def check_outside(self) -> None:
         """Read everything outside the layers but the embeddings, which are read anyway.

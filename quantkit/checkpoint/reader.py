@@ -216,6 +216,10 @@ class Source:
             entry.stored, self._reader(entry.stored, into, entry.format.payload[0]), rows, self.context
         )
 
+    def fetch_lazily(self, key: Key, rows: tuple[int, int]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """(rows before anything is computed, what makes those of `fetch` out of some of them `[n, K]`), of a table."""
+        return self.fetch(key, rows), lambda some: some
+
     def _reader(self, stored: Mapping[str, TensorInfo], into: ReadInto | None = None, payload: str = "") -> ReadPart:
         def read(part: str, rows: tuple[int, int] | None) -> Tensor:
             info = stored[part]

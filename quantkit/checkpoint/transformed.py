@@ -18,7 +18,7 @@ computed whole and the last one is kept for the rows that will be asked for next
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -124,6 +124,12 @@ class TransformedSource(Source):
         if self.is_stacked(key):
             return self._experts(key, start, stop)
         return self._rows(key, start, stop)
+
+    def fetch_lazily(self, key: Key, rows: tuple[int, int]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        mixing, columns = self._effects_on(key, None) if self.is_transformed(key) else ([], [])
+        if mixing or not columns:
+            return super().fetch_lazily(key, rows)
+        return self._stored(key, rows), lambda some: _apply(some, [], columns, 0, self._threads, self._device)
 
     def _experts(self, key: Key, start: int, stop: int) -> Tensor:
         """Experts [start, stop) of a stacked tensor, as stored."""

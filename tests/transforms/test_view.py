@@ -41,6 +41,18 @@ def test_rows_equal_the_whole_bit_for_bit(tiny: Tiny, family: str) -> None:
             assert torch.equal(view.fetch(key, (start, stop)), whole[start:stop]), entry.name
 
 
+@pytest.mark.parametrize("family", ROTATED)
+def test_some_rows_of_a_table_equal_those_of_the_whole(tiny: Tiny, family: str) -> None:
+    view = _rotated(Source(tiny(family)))
+    for key in (Key(None, "embed"), Key(None, "lm_head"), Key(0, "attn.o")):
+        if key in view.entries:
+            stored, computed = view.fetch_lazily(key, (5, 40))
+            wanted = torch.tensor([2, 17, 3])
+            assert torch.equal(computed(stored[wanted]), view.fetch(key)[5 + wanted])
+    stored, computed = Source(tiny(family)).fetch_lazily(Key(None, "embed"), (5, 40))
+    assert computed(stored) is stored
+
+
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
 def test_blocks_on_several_threads_are_the_whole_bit_for_bit(
     tiny: Tiny, family: str, monkeypatch: pytest.MonkeyPatch
