@@ -229,27 +229,21 @@ def search(group: Group, scheme: Scheme = SCHEMES["w8a8"]) -> Outcome:
         pairs = zip(group.readers, exact, strict=True)
         return math.sqrt(sum(output_error(x, w, y, expanded, scheme) for (x, w), y in pairs) / square)
 
+    def attempt(statistic: str, strength: float) -> Outcome:
+        x, w = sizes[statistic]
+        scale = smoothing(x, w, strength, group.norm)
+        return Outcome(scale, before, error(scale), f"{statistic}, strength {strength:.3g}")
+
     before = error(None)
-    best = Outcome(None, before, before, "left as it is")
-    for statistic in ("largest", "rms"):
-        x, w = magnitudes(group, statistic)
-        tried: dict[float, tuple[float, Tensor]] = {}
-
-        def attempt(strength: float) -> None:
-            scale = smoothing(x, w, strength, group.norm)  # noqa: B023  # called before the loop goes on
-            tried[strength] = error(scale), scale  # noqa: B023
-
-        for strength in _STRENGTHS:
-            attempt(strength)
-        for step in _STEPS:
-            best_so_far = min(tried, key=lambda strength: tried[strength][0])
-            attempt(best_so_far - step)
-            attempt(best_so_far + step)
-        strength = min(tried, key=lambda strength: tried[strength][0])
-        after, scale = tried[strength]
-        if after < best.after:
-            best = Outcome(scale, before, after, f"{statistic}, strength {strength:.3g}")
-    return best
+    sizes = {statistic: magnitudes(group, statistic) for statistic in ("largest", "rms")}
+    coarse = {(statistic, strength): attempt(statistic, strength) for statistic in sizes for strength in _STRENGTHS}
+    statistic, strength = min(coarse, key=lambda tried: coarse[tried].after)  # the other one hardly ever overtakes it
+    tried = {strength: coarse[statistic, strength]}
+    for step in _STEPS:
+        strength = min(tried, key=lambda each: tried[each].after)
+        tried |= {each: attempt(statistic, each) for each in (strength - step, strength + step)}
+    best = min(tried.values(), key=lambda outcome: outcome.after)
+    return best if best.after < before else Outcome(None, before, before, "left as it is")
 
 
 def output_error(x: Tensor, w_NK: Tensor, y: Tensor, scale: Tensor | None, scheme: Scheme = SCHEMES["w8a8"]) -> float:
