@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from quantkit.calibrate.data import Batch, Samples, draw
 from quantkit.calibrate.methods import method, view_of
 from quantkit.calibrate.round_weights import MOMENTS_BYTES
 from quantkit.calibrate.rows import input_name
+from quantkit.calibrate.statistics import STATS_BYTES
 from quantkit.calibrate.weights import GemmWeight, expected_gemms, gemm_keys, require_sound
 from quantkit.checkpoint.effects import matrix_shape
 from quantkit.checkpoint.reader import Source
@@ -176,7 +178,8 @@ class Plan:
         return peak + (0 if self.spools else self.hidden_bytes)
 
     def _search_bytes(self, options: MethodOptions) -> int:
-        """Sampled rows of a layer, twice while they are joined, and second moments of as many inputs as jobs."""
+        """Sampled rows of a layer, twice while they are joined, and for as many inputs as jobs their second moments,
+        and what is computed of their GEMMs' weights and outputs."""
         row = method(options.name)
         if row.learns is None:
             return 0
@@ -184,7 +187,10 @@ class Plan:
         sampled = max(sum(k * times for k, times in layer) for layer in self._inputs)
         widest = max(k for layer in self._inputs for k, _ in layer)
         moments = self.default_jobs * MOMENTS_BYTES * widest**2 if row.rounds else 0
-        return 2 * rows * sampled * self.dtype.itemsize + moments
+        each = row.learns.weight_bytes, row.learns.output_bytes * rows
+        here = [sorted((n * (each[0] * k + each[1]) for k, n in layer), reverse=True) for layer in self._gemm_sizes]
+        at_once = max(sum(layer[: self.default_jobs]) for layer in here)
+        return 2 * rows * sampled * self.dtype.itemsize + moments + at_once
 
     @cached_property
     def _inputs(self) -> list[list[tuple[int, int]]]:
@@ -197,6 +203,35 @@ class Plan:
                 times = dims.experts_per_token if fed_by and arch.role(fed_by).per_expert else 1
                 layers[stored.layer][input_name(arch, keys[0])] = matrix_shape(self.source, stored)[-1], times
         return [list(inputs.values()) for inputs in layers.values()]
+
+    @cached_property
+    def _gemm_sizes(self) -> list[list[tuple[int, int]]]:
+        """Layer -> GEMMs that read the same rows, expert by expert: their inputs, and outputs together."""
+        arch, dims = self.source.arch, self.source.dims
+        layers: defaultdict[int, dict[tuple[str, int | None], tuple[int, int]]] = defaultdict(dict)
+        for stored in self.source.entries:
+            if stored.layer is not None and (keys := gemm_keys(arch, dims, stored)):
+                n, k = matrix_shape(self.source, stored)
+                for expert in dict.fromkeys(key.expert for key in keys):
+                    place = input_name(arch, keys[0]), expert
+                    layers[stored.layer][place] = k, layers[stored.layer].get(place, (k, 0))[1] + n
+        return [list(sizes.values()) for sizes in layers.values()]
+
+    @property
+    def artifact_bytes(self) -> int:
+        """Size of the artifact, nearly: scales, statistics, and the codes of a method that rounds."""
+        arch, dims, kinds = self.source.arch, self.source.dims, len(self.samples.kinds)
+        rounds = any(method(options.name).rounds for options in self.recipe.methods)
+        total = 0
+        for stored in self.source.entries:
+            keys = [key for key in gemm_keys(arch, dims, stored) if key in self.gemms]
+            if any(self.gemms[key].quantized for key in keys):
+                shape = self.source.canonical_shape(stored)
+                rows = math.prod(shape[:-1])
+                total += 4 * rows + (rows * (shape[-1] + 4) if rounds else 0)
+        for layer in self._gemm_sizes:
+            total += sum(4 * k + STATS_BYTES for k, _ in layer)
+        return total + sum(4 * k * kinds for layer in self._inputs for k, _ in layer)
 
     def describe(self) -> dict[str, Any]:
         """Sizes for a dry run, bytes as integers."""
@@ -214,6 +249,7 @@ class Plan:
             "read_bytes": sum(entry.nbytes for entry in self.source.entries.values()),
             "jobs": self.default_jobs,
             "memory_bytes": self.memory_bytes,
+            "artifact_bytes": self.artifact_bytes,
             "spool_bytes": 2 * self.hidden_bytes if self.spools else 0,
             "warnings": list(self.samples.warnings),
         }

@@ -26,6 +26,9 @@ from quantkit.spec.calibration import MethodRow, codes_name
 MOMENTS_BYTES = 24
 """For each of the K^2 second moments of a job: they twice and their factor, in float64."""
 
+WEIGHT_BYTES = 46
+"""For each weight of a job: most when the errors of both roundings are computed in float64."""
+
 _CHUNK = 2048
 """Rows that are multiplied at once in float32 before they are added in float64."""
 

@@ -28,6 +28,9 @@ EDGES: NDArray[np.float64] = 2.0 ** (
 """Edges of the histogram of per-token absolute maxima: bin i holds EDGES[i-1] <= x < EDGES[i]; the first and the last
 bin are open, so it has len(EDGES) + 1 bins."""
 
+STATS_BYTES = 8 * (len(EDGES) + 1 + 4)
+"""Of an input of one expert, beside its channels: the histogram, tokens and sums of `InputStats`."""
+
 OUTLIER_FACTOR = 6.0
 """A channel is an outlier when its absolute maximum exceeds this many times the median channel's. The factor is that
 of the outlier definition in LLM.int8() (Dettmers et al. 2022, magnitude 6), taken relative to the median because the

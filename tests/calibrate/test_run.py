@@ -28,6 +28,7 @@ from quantkit.checkpoint.reader import Source
 from quantkit.cli import main
 from quantkit.errors import InputError, UsageError
 from quantkit.spec.calibration import ARTIFACT_NAMES, CalibrationSummary, read_summary
+from quantkit.spec.tensorfile import read_header
 from tests.calibrate.conftest import small_recipe
 from tests.families import make_tiny
 
@@ -380,13 +381,28 @@ def test_command_prints_json_alone(minimax: Path, tmp_path: Path) -> None:
 
 
 def test_memory_of_a_search_is_told(minimax: Path) -> None:
-    """The rows that it samples and the second moments, by the sizes of the model."""
-    plain, searches = (make_plan(minimax, small_recipe(name, held_out=0)) for name in ("w8a8", "w8a8-gptq"))
+    """The rows that it samples, the second moments and what is made of the weights, by the sizes of the model."""
+    values = small_recipe(held_out=0)
+    rounds = type(values).model_validate({**values.model_dump(), "methods": [{"name": "gptq"}]})
+    plain, searches = make_plan(minimax, values), make_plan(minimax, rounds)
     dims, jobs, rows = plain.source.dims, plain.default_jobs, plain.samples.tokens
     heads, routed = dims.heads * dims.v_head_dim, dims.experts_per_token * dims.moe_intermediate
     sampled = 2 * 4 * rows * (2 * dims.hidden + heads + routed)
     moments = jobs * 24 * max(dims.hidden, heads, dims.moe_intermediate) ** 2
-    assert searches.memory_bytes - plain.memory_bytes == sampled + moments
+    inputs = [(dims.hidden, (dims.heads + 2 * dims.kv_heads) * dims.v_head_dim), (heads, dims.hidden)]
+    inputs += dims.experts * [(dims.hidden, 2 * dims.moe_intermediate), (dims.moe_intermediate, dims.hidden)]
+    weights = 46 * sum(sorted((k * n for k, n in inputs), reverse=True)[:jobs])
+    assert searches.memory_bytes - plain.memory_bytes == sampled + moments + weights
+
+
+@pytest.mark.parametrize("name", ["w8a8", "w8a8-gptq"])
+def test_size_of_the_artifact_is_told(name: str, minimax: Path, tmp_path: Path) -> None:
+    """But for report, summary, headers and statistics of a router's input; codes are as large as the weights."""
+    plan = make_plan(minimax, small_recipe(name, held_out=0))
+    run_plan(plan, tmp_path / "out")
+    files = (tmp_path / "out").glob("*.safetensors")
+    size = sum(file.stat().st_size - read_header(file).payload_start for file in files)
+    assert plan.artifact_bytes == pytest.approx(size, rel=0.1)
 
 
 def test_dry_run_writes_nothing(minimax: Path, tmp_path: Path) -> None:

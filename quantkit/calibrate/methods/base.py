@@ -125,6 +125,8 @@ class Learns(NamedTuple):
         finish: (records of all layers, folder of the artifact) -> writes what the next passes need.
         places: (source, GEMMs that will be INT8) -> counts for a dry run, by what they are of; raises a UsageError
             where the method has nothing to do.
+        weight_bytes: for each weight of the GEMMs that it works on at once, measured.
+        output_bytes: for each sampled row and output channel of them.
     """
 
     tokens: Callable[[Any], int]
@@ -132,6 +134,8 @@ class Learns(NamedTuple):
     layer: Callable[[LayerView, Any], Found]
     finish: Callable[[Sequence[Path], Path], None]
     places: Callable[[Source, Sequence[Key]], Mapping[str, int]] = lambda _source, _keys: {}
+    weight_bytes: int = 0
+    output_bytes: int = 0
 
 
 class Method(NamedTuple):

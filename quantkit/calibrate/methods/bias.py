@@ -249,6 +249,6 @@ def build_corrected(source: Source, artifact: Path, recipe: Recipe) -> Built:
 METHOD = Method(
     BiasOptions,
     nothing,
-    Learns(lambda options: options.tokens, lambda options: options.rows, search_layer, finish, places),
+    Learns(lambda options: options.tokens, lambda options: options.rows, search_layer, finish, places, weight_bytes=14),
     corrects=build_corrected,
 )

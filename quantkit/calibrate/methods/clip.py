@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantkit.arithmetic import channel_scales, dequantize, quantize
 from quantkit.calibrate.methods.base import Found, LayerView, Learns, Method, nothing
-from quantkit.calibrate.round_weights import RoundingOptions, round_layer, write_codes
+from quantkit.calibrate.round_weights import WEIGHT_BYTES, RoundingOptions, round_layer, write_codes
 
 RATIOS = (0.98, 0.96, 0.94, 0.92, 0.9, 0.87, 0.84, 0.8)
 """Candidates, as shares of the scale of the largest magnitude."""
@@ -64,6 +64,12 @@ def search_layer(view: LayerView, options: ClipOptions) -> Found:
 METHOD = Method(
     ClipOptions,
     nothing,
-    Learns(lambda options: options.tokens, lambda options: options.rows, search_layer, write_codes),
+    Learns(
+        lambda options: options.tokens,
+        lambda options: options.rows,
+        search_layer,
+        write_codes,
+        weight_bytes=WEIGHT_BYTES,
+    ),
     rounds=True,
 )

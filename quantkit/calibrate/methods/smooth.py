@@ -299,5 +299,12 @@ def finish(records: Sequence[Path], out: Path) -> None:
 METHOD = Method(
     SmoothOptions,
     build,
-    Learns(lambda options: options.tokens, lambda options: options.rows, search_layer, finish),
+    Learns(
+        lambda options: options.tokens,
+        lambda options: options.rows,
+        search_layer,
+        finish,
+        weight_bytes=21,
+        output_bytes=16,
+    ),
 )
