@@ -68,6 +68,7 @@ def contradictions(source: Source) -> list[Problem]:
         *_numbers(source.dims),
         *_layers(source.dims, weights),
         *_shapes(arch, source.dims, weights),
+        *_biases(arch, weights),
         *_experts(arch, source.dims, weights),
     ]
     return [problem for problem in found if problem.level == "error"]
@@ -169,6 +170,20 @@ def _shapes(arch: Architecture, dims: Dims, weights: Mapping[Key, Weight]) -> It
             f"the tensors decide: correct {source} in config.json",
             names[:_MAX_NAMED],
         )
+
+
+def _biases(arch: Architecture, weights: Mapping[Key, Weight]) -> Iterator[Problem]:
+    """A bias has one value for each row of its weight, expert by expert; shapes are canonical."""
+    wrong = []
+    for key, bias in weights.items():
+        weight = weights.get(key.with_part("weight"))
+        if key.part != "bias" or weight is None or arch.role(key.role).kind is not Kind.LINEAR:
+            continue
+        rows = weight.shape[:-1]
+        if bias.shape != rows and bias.payload is not None:
+            wrong.append(f"{bias.payload.name}: {list(bias.shape)}, its weight has rows {list(rows)}")
+    if wrong:
+        yield _error(f"{len(wrong)} biases are not of their weights", "complete the checkpoint", wrong[:_MAX_NAMED])
 
 
 def _expected(arch: Architecture, dims: Dims, role: Role) -> Iterator[tuple[str, int, str]]:

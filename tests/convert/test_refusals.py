@@ -145,6 +145,15 @@ def test_stale_index(tmp_path: Path, minimax: Path) -> None:
     convert(source, tmp_path / "out", load_recipe("w8a8"), jobs=1, ignore_index=True)
 
 
+def test_a_bias_of_another_shape_than_its_weight(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny("gpt_oss"), tmp_path / "model"))
+    tensors = load_file(model / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("experts.down_proj_bias"))
+    tensors[name] = tensors[name][None].contiguous()
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    refused(model, tmp_path / "out", InputError, name)
+
+
 def test_unknown_recipe_key(tmp_path: Path, source: Path) -> None:
     (tmp_path / "r.yaml").write_text("name: x\ndescription: y\nshceme: w8a8\n")
     arguments = ["convert", str(source), "-o", str(tmp_path / "out"), "--recipe", str(tmp_path / "r.yaml")]

@@ -23,7 +23,7 @@ from tests.fuzz.mutate import BAIT
 CASES = 6
 FOUND: dict[str, tuple[int, ...]] = {
     "index": (7,),
-    "checkpoint": (27, 1002000212),
+    "checkpoint": (27, 1002000212, 9000432),
     "config": (722393, 722892, 1000018, 1001002626, 1002000089, 1007000824),
     "config_of_a_run": (52041, 52243),
     "manifest": (982, 723672, 1002104),
