@@ -26,7 +26,8 @@ _PROJECTIONS = {"expert.gate": "gate_proj", "expert.up": "up_proj", "expert.down
 def rows_of(source: Source, key: Key) -> int:
     """Canonical rows of a stored tensor, of one expert's matrix when it is stacked."""
     shape = source.canonical_shape(key)
-    return shape[1] if source.is_stacked(key) else (shape[0] if shape else 1)
+    row_dim = 1 if source.is_stacked(key) else 0
+    return shape[row_dim] if len(shape) > row_dim else 1  # a shape of too few is a problem that is told elsewhere
 
 
 def kept_dtype(source: Source, entry: Entry) -> str:

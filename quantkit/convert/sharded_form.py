@@ -139,7 +139,7 @@ class ShardedForm:
             places = tuple(self._locate(key._replace(role=name, expert=expert)) for expert in experts)
             members.append(Member(self.arch.role(name), places, self._member_rows(key._replace(role=name), places)))
         stored = [item.key for m in members for place in m.locations if place for item in place]
-        if not self._complete(key, members):
+        if not stored or not self._complete(key, members):  # nothing stored: the config counts no experts
             return None
         tails = {self._tail(item) for item in stored}
         dtypes = {kept_dtype(self.source, self.source.entries[item]) for item in stored}

@@ -145,13 +145,28 @@ def test_stale_index(tmp_path: Path, minimax: Path) -> None:
     convert(source, tmp_path / "out", load_recipe("w8a8"), jobs=1, ignore_index=True)
 
 
-def test_a_bias_of_another_shape_than_its_weight(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["checkpoint", "sharded"])
+def test_a_config_that_counts_no_experts(form: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny("qwen3_next"), tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "num_experts": 0}))
+    with pytest.raises(InputError, match="counts 0 experts, the tensors hold 5"):
+        convert(model, tmp_path / "out", load_recipe("w8a8"), form=form, jobs=1)
+
+
+@pytest.mark.parametrize("form", ["checkpoint", "sharded"])
+@pytest.mark.parametrize("shape", [(1, 5, -1), (-1,)])
+def test_a_bias_of_another_shape_than_its_weight(
+    shape: tuple[int, ...], form: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
     model = Path(shutil.copytree(tiny("gpt_oss"), tmp_path / "model"))
     tensors = load_file(model / "model.safetensors")
     name = next(name for name in tensors if name.endswith("experts.down_proj_bias"))
-    tensors[name] = tensors[name][None].contiguous()
+    tensors[name] = tensors[name].reshape(shape)
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    refused(model, tmp_path / "out", InputError, name)
+    with pytest.raises(InputError, match="biases are not of their weights") as caught:
+        convert(model, tmp_path / "out", load_recipe("w8a8"), form=form, jobs=1)
+    assert name in str(caught.value)
 
 
 def test_unknown_recipe_key(tmp_path: Path, source: Path) -> None:
