@@ -69,6 +69,8 @@ class Made:
     loaders: tuple[str, ...]
     seconds: float
     tokens: int
+    kept_share: float = 0.0
+    """Of the weights of GEMMs, what the recipe's budget left in the source's dtype."""
 
 
 # ----------------------------------------------------------------------------------------------- candidates
@@ -87,10 +89,18 @@ def ours(recipe: str, source: Path, work: Path, dense: bool, options: list[str])
     if recipe in SHARDED:
         convert += ["--format", "sharded"]
     seconds += common.run(convert).seconds
+    kept = kept_share(calibration, "sharded" if recipe in SHARDED else "checkpoint")
     both = dense and recipe not in SHARDED
-    return Made(
-        recipe, out, ("compressed-tensors", "quantkit-runtime") if both else ("quantkit-runtime",), seconds, tokens
-    )
+    loaders = ("compressed-tensors", "quantkit-runtime") if both else ("quantkit-runtime",)
+    return Made(recipe, out, loaders, seconds, tokens, kept)
+
+
+def kept_share(calibration: Path, form: str) -> float:
+    """Of a calibration; 0 where nothing was decided."""
+    artifact = calibration / "calibration.json"
+    decisions = json.loads(artifact.read_text("utf-8")).get("decisions") if artifact.is_file() else None
+    share: float = decisions["forms"][form]["kept_share"] if decisions else 0.0
+    return share
 
 
 def peer(method: str, source: Path, work: Path, samples: Path, device: str) -> Made:
@@ -132,7 +142,9 @@ def make(model: str, source: Path, work: Path, args: Any) -> list[Made]:
     for name, job in jobs.items():
         row = known.get(name)
         if row and (work / row["folder"] / "config.json").is_file():
-            found = Made(name, work / row["folder"], tuple(row["loaders"]), row["seconds"], row["tokens"])
+            found = Made(
+                name, work / row["folder"], tuple(row["loaders"]), row["seconds"], row["tokens"], row["kept_share"]
+            )
         else:
             print(f"{model}: {name} ...", flush=True)
             found = job()
@@ -242,9 +254,15 @@ def run_model(model: str, args: Any) -> None:
     found = measure(source, made, limit, args.device)
     scoring.show(found["candidates"])
     print("\ntime and text")
-    common.table(["", "seconds", "calibration tokens"], [[m.name, f"{m.seconds:.1f}", f"{m.tokens:,}"] for m in made])
+    common.table(
+        ["", "seconds", "calibration tokens", "weights kept"],
+        [[m.name, f"{m.seconds:.1f}", f"{m.tokens:,}", f"{m.kept_share:.1%}"] for m in made],
+    )
     report.data |= {"source": found["source"], "candidates": found["candidates"]}
-    report.data["made"] = {row.name: {"seconds": row.seconds, "calibration_tokens": row.tokens} for row in made}
+    report.data["made"] = {
+        row.name: {"seconds": row.seconds, "calibration_tokens": row.tokens, "kept_share": row.kept_share}
+        for row in made
+    }
     targets(report, model, made, found)
     report.write()
 
