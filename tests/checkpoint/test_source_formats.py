@@ -132,6 +132,19 @@ def test_scales_in_another_file(tmp_path: Path, tiny: Tensors) -> None:
     assert apart > 10
 
 
+@pytest.mark.parametrize("block", [(128, 256), (2**40, 2**40)])
+def test_blocks_beyond_the_weight_are_cut_to_it(tmp_path: Path, tiny: Tensors, block: tuple[int, int]) -> None:
+    """A config may name any number; memory follows the weight."""
+    parts, decoded = fp8_block(weight((96, 160)), *(96, 160))
+    name = "model.layers.6.eh_proj"
+    extra = {f"{name}.{part}": tensor for part, tensor in parts.items()}
+    config = CONFIGS["fp8-block"] | {"weight_block_size": list(block)}
+    source = Source(write(tmp_path / "m", tiny | extra, config))
+    entry = next(entry for entry in source.entries.values() if entry.name == f"{name}.weight")
+    assert_same_bits(source.fetch(entry.key).numpy(), decoded)
+    source.close()
+
+
 def test_entry_facts(tmp_path: Path, tiny: Tensors) -> None:
     packed, _ = pack(tiny, expert_weights(tiny), "int-packed")
     source = Source(write(tmp_path / "m", packed, CONFIGS["int-packed"]))

@@ -42,7 +42,8 @@ def block_size(stored: Stored, context: FormatContext) -> tuple[int, int] | None
         return None
     if context.block:
         fits = all(-(-size // b) == n for size, n, b in zip(weight[-2:], scale[-2:], context.block, strict=True))
-        return context.block if fits else None
+        rows, columns = (min(b, max(size, 1)) for size, b in zip(weight[-2:], context.block, strict=True))
+        return (rows, columns) if fits else None  # cut to the weight: a config may name any number
     rows, columns = (_side(size, n) for size, n in zip(weight[-2:], scale[-2:], strict=True))
     return (rows, columns) if rows and columns else None
 
