@@ -155,7 +155,9 @@ class PagedRunner:
             self.prefill_eager_because = first_line(error)
 
     def _decode(self, chunks: list[Chunk]) -> Tensor:
-        size = min((size for size in self.graphs if size >= len(chunks)), default=0)
+        width = self.row_width(max(len(self.cache.tables[chunk.sequence][0]) for chunk in chunks))
+        fitting = (size for size, (_, rows, _) in self.graphs.items() if size >= len(chunks) and rows.shape[1] >= width)
+        size = min(fitting, default=0)
         if not size:
             return self.decode_rows(torch.from_numpy(self._rows(chunks, len(chunks), 0)).to(self.device))
         graph, rows, logits = self.graphs[size]

@@ -177,6 +177,20 @@ def test_decode_from_fixed_rows_is_that_of_fitting_ones(
     assert graphs[2].replays == graphs[4].replays == 8
 
 
+def test_decode_behind_recorded_tables_runs_eagerly(
+    tiny: Callable[[str], Path], load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool for several sequences takes one that is longer than the tables of graphs, which are for two blocks."""
+    loaded, texts = load(tiny("gpt_oss")), prompts(27, 4)
+    want = engine(loaded, 13, batch=2).generate(texts, 9)
+    runner = make_runner(loaded, replace(FLOAT, chunk=8), 13)
+    assert isinstance(runner, PagedRunner)
+    graph = Replayed(runner, 2, 2)
+    monkeypatch.setattr(runner, "graphs", {2: (graph, graph.rows, graph.logits)})
+    assert Engine(runner, batch=2, chunk=8).generate(texts, 9) == want
+    assert graph.replays == 5  # up to position 31; the first token is of prefill
+
+
 @pytest.fixture
 def short_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 24, 12 and 6, in tiles of 4."""
