@@ -5,9 +5,9 @@ All runners take the same chunks, so the engine does not know which of them it d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,11 @@ from quantkit_runtime.kernels.tuning import tuning
 from quantkit_runtime.kv_cache import KvCache, Layer
 from quantkit_runtime.memory import cache_bytes
 from quantkit_runtime.packing import Form, sizes
+
+Recorded = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]
+"""A graph, what it reads and the logits that it leaves."""
+
+Size = TypeVar("Size", int, Form)
 
 
 class Chunk(NamedTuple):
@@ -68,8 +73,8 @@ class PagedRunner:
         self.attention = f"torch ({no_kernel})" if attend is None else "one kernel"
         self.reserve, self.release, self.nbytes = cache.reserve, cache.release, cache.nbytes
         self.kind = f"paged, {cache.format.name}, blocks of {cache.format.block}"
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
-        self.prefill_graphs: dict[Form, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self.graphs: dict[int, Recorded] = {}
+        self.prefill_graphs: dict[Form, Recorded] = {}
         self.eager_because = self.prefill_eager_because = "no graphs were asked for"
         self.replays, self.eager_prefills = {"prefill": 0, "decode": 0}, 0
 
@@ -127,32 +132,33 @@ class PagedRunner:
         """Width of a row of `decode_rows` with tables of so many blocks."""
         return 2 + len(self.cache.rings) * (1 + blocks)
 
-    def capture(self, batch: int, width: int, chunk: int) -> None:
+    def capture(self, batch: int, width: int, chunk: int, agree: Callable[[str], str] = str) -> None:
         """Record forwards with tables of `width` blocks as graphs: decode steps of 1, 2, 4, ... `batch` sequences, and
-        prefill of `chunk` tokens of up to `batch` sequences, of half as many, and so on; 0: no memory for prefill."""
-        if self.device.type != "cuda":
+        prefill of `chunk` tokens of up to `batch` sequences, of half as many, and so on; 0: no memory for prefill.
+
+        `agree` makes of why this rank has no graph why some rank has none: padding is part of what ranks exchange, so
+        that one with a graph and one without cannot run together.
+        """
+        if not records(self.device):
             self.eager_because = self.prefill_eager_because = "graphs need a card"
             return
         pool, groups = torch.cuda.graph_pool_handle(), len(self.cache.rings)
-        try:
-            for size in sorted({min(1 << power, batch) for power in range(batch.bit_length() + 1)}, reverse=True):
-                rows = torch.zeros((size, self.row_width(width)), dtype=torch.int32, device=self.device)
-                self.graphs[size] = _recorded(partial(self.decode_rows, rows), rows, pool)
-        except RuntimeError as error:  # an operation that waits for the device cannot be recorded
-            self.graphs.clear()
-            self.eager_because = self.prefill_eager_because = first_line(error)
+
+        def decode(size: int) -> Recorded:
+            rows = torch.zeros((size, self.row_width(width)), dtype=torch.int32, device=self.device)
+            return _recorded(partial(self.decode_rows, rows), rows, pool)
+
+        def prefill(form: Form) -> Recorded:
+            packed = form.empty().to(self.device)
+            return _recorded(partial(self.prefill_packed, packed, form), packed, pool)
+
+        steps = sorted({min(1 << power, batch) for power in range(batch.bit_length() + 1)}, reverse=True)
+        if why := _fill(self.graphs, steps, decode, agree):
+            self.eager_because = self.prefill_eager_because = why
             return
-        if self.attend is None or not chunk:
-            self.prefill_eager_because = "no memory for it" if self.attend else f"attention: {self.attention}"
-            return
-        try:
-            for tokens in sizes(chunk):
-                form = self.form(tokens, min(batch, tokens), groups, width)
-                packed = form.empty().to(self.device)
-                self.prefill_graphs[form] = _recorded(partial(self.prefill_packed, packed, form), packed, pool)
-        except RuntimeError as error:
-            self.prefill_graphs.clear()
-            self.prefill_eager_because = first_line(error)
+        why = f"attention: {self.attention}" if self.attend is None else "" if chunk else "no memory for it"
+        forms = [self.form(tokens, min(batch, tokens), groups, width) for tokens in sizes(chunk)]
+        self.prefill_eager_because = agree(why) or _fill(self.prefill_graphs, forms, prefill, agree)
 
     def _decode(self, chunks: list[Chunk]) -> Tensor:
         width = self.row_width(max(len(self.cache.tables[chunk.sequence][0]) for chunk in chunks))
@@ -212,8 +218,32 @@ class PagedRunner:
         return logits
 
 
-def _recorded(run: Callable[[], Tensor], given: Tensor, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-    """A graph of `run`, what it reads and the logits that it leaves."""
+def records(device: torch.device) -> bool:
+    """Whether forwards can be recorded there at all."""
+    return device.type == "cuda"
+
+
+def _fill(
+    graphs: dict[Size, Recorded],
+    all_sizes: Iterable[Size],
+    record: Callable[[Size], Recorded],
+    agree: Callable[[str], str],
+) -> str:
+    """A graph of every size, or none and why."""
+    why = ""
+    for size in all_sizes:
+        try:
+            graphs[size] = record(size)
+        except RuntimeError as error:  # an operation that waits for the device cannot be recorded
+            why = first_line(error)
+        if why := agree(why):  # at once: others would wait for this rank in the next forward
+            graphs.clear()
+            break
+    return why
+
+
+def _recorded(run: Callable[[], Tensor], given: Tensor, pool: Any) -> Recorded:
+    """`run` as a graph, which reads `given`."""
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):  # lazy initialization must not be recorded
         run()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quantkit.errors import first_line
-from quantkit_runtime.device import Device
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.errors import OutOfMemory
 from quantkit_runtime.graft import LoadedModel
@@ -23,7 +23,8 @@ from quantkit_runtime.kernels.reference import Tiles
 from quantkit_runtime.kernels.tuning import tuning
 from quantkit_runtime.kv_cache import CHUNK, KvCache, KvFormat, LayerSpec
 from quantkit_runtime.memory import MemoryTable, measured_peak, model_bytes
-from quantkit_runtime.runner import PagedRunner, Runner, TransformersRunner
+from quantkit_runtime.parallel import Team
+from quantkit_runtime.runner import PagedRunner, Runner, TransformersRunner, records
 from quantkit_runtime.sampling import Sampling
 
 RESERVE = 0.03
@@ -96,10 +97,12 @@ def start(loaded: LoadedModel, options: Options) -> tuple[Engine, MemoryTable]:
     weights, workspace = model_bytes(loaded.model), _workspace(loaded, options)
     free = device.free_memory()
     reserve, width = int(free * RESERVE), fmt.blocks(options.context)
-    room, chunk = free - workspace - reserve, options.chunk
-    kept = workspace if options.graphs and _records(device) else 0  # a recorded prefill holds its workspace for good
+    # all sequences together have no more tokens, and the workspace was measured for no more
+    room, chunk = free - workspace - reserve, min(options.chunk, options.context * batch)
+    recording = options.graphs and records(device.torch)
+    kept = workspace if recording else 0  # a recorded prefill holds its workspace for good
     (blocks,) = _most_blocks(loaded, fmt, room - kept, (batch, width))
-    if kept and blocks < 1 + width:  # no rank has it then: all of them count the least
+    if recording and blocks < 1 + width:  # no rank has it then: all of them count the least
         (blocks,), chunk = _most_blocks(loaded, fmt, room, (batch, width)), 0
     if not isinstance(loaded.kv, str) and blocks < 1 + width:
         raise OutOfMemory(
@@ -110,7 +113,7 @@ def start(loaded: LoadedModel, options: Options) -> tuple[Engine, MemoryTable]:
     runner = make_runner(loaded, fmt, blocks, batch)
     before = device.free_memory()
     if isinstance(runner, PagedRunner) and options.graphs:
-        runner.capture(batch, width, chunk)
+        runner.capture(batch, width, chunk, partial(_anyones, loaded.files.ranks.world))
     graphs = max(0, before - device.free_memory()) if runner.graphs else 0
     table = MemoryTable(
         weights=weights,
@@ -125,9 +128,10 @@ def start(loaded: LoadedModel, options: Options) -> tuple[Engine, MemoryTable]:
     return Engine(runner, batch, options.chunk, options.stop, options.sampling), table
 
 
-def _records(device: Device) -> bool:
-    """Whether forwards can be recorded there at all."""
-    return device.torch.type == "cuda"
+def _anyones(world: Team, why: str) -> str:
+    """Why some rank cannot, or nothing."""
+    said = world.objects(why)
+    return next((why if world.size == 1 else f"rank {rank}: {why}" for rank, why in enumerate(said) if why), "")
 
 
 def _most_blocks(loaded: LoadedModel, fmt: KvFormat, room: int, *asked: tuple[int, int]) -> list[int]:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
-from quantkit_runtime import packing
+from quantkit_runtime import packing, runner, session
+from quantkit_runtime.kernels import reference
 from quantkit_runtime.packing import Form
 from quantkit_runtime.runner import PagedRunner
 
@@ -41,3 +48,22 @@ def record(runner: PagedRunner, chunk: int, sequences: int, width: int) -> None:
         graph = ReplayedPrefill(runner, runner.form(tokens, sequences, len(runner.cache.rings), width))
         graphs: Any = runner.prefill_graphs  # of a card's
         graphs[graph.form] = graph, graph.packed, graph.logits
+
+
+@contextmanager
+def recording(failing: int = -1) -> Iterator[None]:
+    """Sessions record on the host, prefill attention by tiles; the forward of this number cannot be recorded."""
+    numbers = count()
+
+    def recorded(run: Callable[[], Tensor], given: Tensor, pool: Any) -> Any:
+        logits = run()
+        if next(numbers) == failing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return SimpleNamespace(replay=lambda: logits.copy_(run())), given, logits
+
+    with (
+        patch.multiple(runner, records=lambda device: True, _recorded=recorded),
+        patch.multiple(session, records=lambda device: True, _prefill=lambda *_: (reference.paged_prefill, "")),
+        patch("torch.cuda.graph_pool_handle"),
+    ):
+        yield

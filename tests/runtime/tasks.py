@@ -23,7 +23,7 @@ from quantkit_runtime.kv_cache import KvFormat
 from quantkit_runtime.runner import PagedRunner
 from quantkit_runtime.session import make_runner
 from tests.families import VOCAB, make_tiny
-from tests.runtime.recorded import record
+from tests.runtime.recorded import record, recording
 
 TOKENS, NEW_TOKENS = 12, 3
 
@@ -91,6 +91,20 @@ def run_session(
         "blocks": {layer.spec.layer: len(layer.keys.data) for layer in layers},
         "fits": table.fits,
         "replays": engine.runner.replays["prefill"],
+    }
+
+
+def run_recording(folder: Path, prompts: list[list[int]], count: int, failing: tuple[int, ...]) -> dict[str, Any]:
+    """A session that records on the host; `failing`: for each rank, which forward it cannot record."""
+    loaded = load_model(folder, devices.resolve("cpu"), torch.float32)
+    context, kv = max(map(len, prompts)) + count - 1, KvFormat(torch.float32, torch.float32, 4)
+    with recording(failing[loaded.files.ranks.rank]):
+        engine, _ = session.start(loaded, session.Options(context, kv, len(prompts), 24))
+    runner = engine.runner
+    return {
+        "tokens": [one.tokens for one in engine.generate(prompts, count)],
+        "replays": runner.replays,
+        "because": (runner.eager_because, runner.prefill_eager_because),
     }
 
 

@@ -93,13 +93,24 @@ def test_recorded_prefill_gives_way_to_one_sequence(
     assert isinstance(loaded.kv, tuple)
     options = session.Options(context=160, kv=kv(), batch=1, chunk=64)
     block, (_, roomy) = sum(map(options.kv.block_bytes, loaded.kv)), session.start(loaded, options)
-    monkeypatch.setattr(session, "_records", lambda device: True)
-    monkeypatch.setattr(PagedRunner, "capture", lambda self, batch, width, chunk: asked.append(chunk))
+    monkeypatch.setattr(session, "records", lambda device: True)
+    monkeypatch.setattr(PagedRunner, "capture", lambda self, batch, width, chunk, agree: asked.append(chunk))
     for workspaces in (2, 1):
         free = int((workspaces * roomy.workspace + 11 * block) / (1 - session.RESERVE)) + 2
         monkeypatch.setattr(Device, "free_memory", lambda self, free=free: free)
         assert session.start(loaded, options)[1].pool == 11 * block
     assert asked == [64, 0]
+
+
+def test_no_more_is_recorded_than_the_workspace_was_measured_for(
+    tiny: Callable[[str], Path], load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sequences of 30 never have 512 tokens."""
+    asked: list[int] = []
+    monkeypatch.setattr(session, "records", lambda device: True)
+    monkeypatch.setattr(PagedRunner, "capture", lambda self, batch, width, chunk, *_: asked.append(chunk))
+    session.start(load(tiny("llama")), session.Options(context=30, kv=kv(), batch=2))
+    assert asked == [60]
 
 
 def test_layers_with_a_window_leave_room_for_longer_texts(
