@@ -76,10 +76,10 @@ def _prefill(loaded: LoadedModel, fmt: KvFormat) -> tuple[Callable[..., Tensor] 
         _, keys, values, _ = KvCache([spec], fmt, 2, loaded.device.torch).layers[0]
         q = torch.zeros((1, spec.heads, spec.key_dim), dtype=loaded.dtype, device=keys.data.device)
         table = torch.zeros((1, 1), dtype=torch.int32, device=q.device)
-        for queries in {shape.queries for _, shape in tuning().prefill}:
-            tiles = Tiles(table.new_tensor([[0, 0, 1, 0]]), queries)
+        for shape in dict.fromkeys(shape for _, shape in tuning().prefill):
+            tiles = Tiles(table.new_tensor([[0, 0, 1, 0]]), shape.queries)
             try:
-                found.run(q, keys.data, keys.scale, values.data, values.scale, table, tiles, 1.0)
+                found.run(q, keys.data, keys.scale, values.data, values.scale, table, tiles, 1.0, config=shape)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # a compiler's own errors have no common class

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from quantkit_runtime.device import Device
 from quantkit_runtime.errors import OutOfMemory
 from quantkit_runtime.graft import LoadedModel
 from quantkit_runtime.kernels import reference, registry
+from quantkit_runtime.kernels.tuning import Prefill, tuning
 from quantkit_runtime.kv_cache import KvFormat
 from quantkit_runtime.memory import MemoryTable
 from quantkit_runtime.runner import PagedRunner
@@ -148,19 +150,31 @@ def test_a_model_with_transformers_cache_counts_it(tiny: Callable[[str], Path], 
 def test_prefill_attention_falls_back_to_torch_and_says_why(
     tiny: Callable[[str], Path], load: Load, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel is tried on the heads of the model; where its compiler refuses them, texts are the same."""
+    """A kernel is tried on the heads of the model in every shape of the table; where one is refused, texts are
+    the same."""
     loaded, prompts, tried = load(tiny(family)), [list(range(3, 33)), list(range(9, 14))], []
     want = session.start(loaded, session.Options(context=40, kv=kv(), batch=2))[0].generate(prompts, 5)
     find = registry.find
 
-    def refused(q: torch.Tensor, keys: torch.Tensor, *_: Any) -> torch.Tensor:
+    def refused(q: torch.Tensor, keys: torch.Tensor, *_: Any, config: Prefill | None = None) -> torch.Tensor:
         tried.append((q.shape[2], keys.shape[3]))
         raise ValueError("out of shared memory\nmore")
 
-    def full(*_: Any) -> torch.Tensor:
+    def wide(*arguments: Any, config: Prefill | None = None) -> torch.Tensor:
+        if config and config.bn == 128:
+            raise ValueError("too many keys")
+        return served(*arguments)
+
+    def served(*arguments: Any, config: Prefill | None = None) -> torch.Tensor:
+        return reference.paged_prefill(*arguments)
+
+    def full(*_: Any, config: Prefill | None = None) -> torch.Tensor:
         raise torch.OutOfMemoryError
 
-    for run, why in ((refused, "out of shared memory"), (reference.paged_prefill, ""), (full, None)):
+    rows = ((2048, Prefill(16, 64, 4, 2)), (1 << 30, Prefill(128, 128, 8, 2)))
+    monkeypatch.setattr(session, "tuning", lambda: replace(tuning(), prefill=rows))
+    cases = ((refused, "out of shared memory"), (wide, "too many keys"), (served, ""), (full, None))
+    for run, why in cases:
         kernel = registry.Kernel("triton", run)
         monkeypatch.setattr(registry, "find", lambda op, *a, k=kernel: k if op == "paged_prefill" else find(op, *a))
         if why is None:
@@ -171,7 +185,7 @@ def test_prefill_attention_falls_back_to_torch_and_says_why(
         assert engine.generate(prompts, 5) == want
         runner = engine.runner
         assert isinstance(runner, PagedRunner)
-        assert runner.attend is (None if why else reference.paged_prefill)
+        assert runner.attend is (None if why else served)
         spec = next(iter(runner.cache.layers.values())).spec
         said = f"torch (paged_prefill for heads of {spec.key_dim} and {spec.value_dim}: {why})" if why else "one kernel"
         assert runner.prefill_facts()["attention"] == said
