@@ -169,13 +169,12 @@ def table(arch: str) -> Tuning:
 
 
 def _shipped(arch: str) -> Tuning:
-    tables = _tables()
-    return from_json({**tables[DEFAULT], **tables.get(arch, {})})
+    return from_json(_rows(arch))
 
 
-def _tables() -> dict[str, Any]:
-    tables: dict[str, Any] = json.loads(Path(__file__).with_name("tuning.json").read_text(encoding="utf-8"))
-    return tables
+def _rows(arch: str) -> dict[str, Any]:
+    tables = json.loads(Path(__file__).with_name("tuning.json").read_text(encoding="utf-8"))
+    return {**tables[DEFAULT], **tables.get(arch, {})}
 
 
 def _of_user(arch: str) -> Tuning | None:
@@ -185,7 +184,7 @@ def _of_user(arch: str) -> Tuning | None:
     try:
         rows = json.loads(read_whole(path)).get(arch)
         # a table that was measured before there was fused prefill attention stays good for the rest
-        return None if rows is None else from_json({"prefill": _tables()[DEFAULT]["prefill"], **rows})
+        return None if rows is None else from_json({"prefill": _rows(arch)["prefill"], **rows})
     # any JSON may stand in the file of a user: other types, missing keys, rows that are too short
     except (OSError, ValueError, ArithmeticError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise InputError(
@@ -194,22 +193,33 @@ def _of_user(arch: str) -> Tuning | None:
 
 
 def from_json(rows: Mapping[str, Any]) -> Tuning:
-    """A table from JSON, as `as_json` writes it."""
+    """A table from JSON, as `as_json` writes it.
 
-    def tiles(name: str) -> tuple[tuple[int, Tile], ...]:
-        return tuple((int(bound), Tile(**tile)) for bound, tile in rows[name])
+    Raises:
+        ValueError, TypeError, LookupError: it is none.
+    """
+
+    def shape(kind: type[T], given: Mapping[str, Any]) -> T:
+        if wrong := [name for name, value in given.items() if not isinstance(value, int) or value < (name != "swap")]:
+            raise ValueError(f"{wrong[0]} is {given[wrong[0]]!r}")
+        return kind(**given)
+
+    def bounded(name: str, kind: type[T]) -> tuple[tuple[int, T], ...]:
+        if not rows[name]:
+            raise ValueError(f"{name} has no rows")
+        return tuple((int(bound), shape(kind, given)) for bound, given in rows[name])
 
     return Tuning(
         gemv_rows=int(rows["gemv_rows"]),
-        gemv=tuple((int(bound), Streaming(**shape)) for bound, shape in rows["gemv"]),
-        gemm=tiles("gemm"),
-        gemm_group=tiles("gemm_group"),
-        grouped=tiles("grouped"),
-        grouped_group=tiles("grouped_group"),
+        gemv=bounded("gemv", Streaming),
+        gemm=bounded("gemm", Tile),
+        gemm_group=bounded("gemm_group", Tile),
+        grouped=bounded("grouped", Tile),
+        grouped_group=bounded("grouped_group", Tile),
         quantize=tuple((int(bound), int(warps)) for bound, warps in rows["quantize"]),
-        attention=Attention(**rows["attention"]),
-        attention_float=Attention(**rows["attention_float"]),
-        prefill=tuple((int(bound), Prefill(**shape)) for bound, shape in rows["prefill"]),
+        attention=shape(Attention, rows["attention"]),
+        attention_float=shape(Attention, rows["attention_float"]),
+        prefill=bounded("prefill", Prefill),
     )
 
 

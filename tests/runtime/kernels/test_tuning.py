@@ -54,13 +54,14 @@ def test_steps_of_prefill_attention_shrink_with_wide_heads() -> None:
     assert [shape.fitted(row) for row in (256, 512, 768, 1024, 2048)] == [(64, 3), (64, 3), (32, 2), (32, 2), (16, 2)]
 
 
-def test_a_table_from_before_prefill_attention_stays_good(user_file: Path) -> None:
-    mine = replace(tuning.table("gfx928"), gemv_rows=1)
-    tuning.write(user_file, "gfx928", mine)
+@pytest.mark.parametrize("arch", ["sm_90", "gfx928"])
+def test_a_table_from_before_prefill_attention_stays_good(user_file: Path, arch: str) -> None:
+    mine = replace(tuning.table(arch), gemv_rows=1)
+    tuning.write(user_file, arch, mine)
     tables = json.loads(user_file.read_text())
-    del tables["gfx928"]["prefill"]
+    del tables[arch]["prefill"]
     user_file.write_text(json.dumps(tables))
-    assert tuning.table("gfx928") == mine
+    assert tuning.table(arch) == mine
 
 
 def test_a_written_table_goes_first_and_leaves_other_cards_alone(user_file: Path) -> None:
@@ -78,6 +79,24 @@ def test_a_broken_table_is_named(user_file: Path, text: str) -> None:
     user_file.parent.mkdir()
     user_file.write_text(text)
     with pytest.raises(InputError, match="is no tuning table"):
+        tuning.table("gfx928")
+
+
+@pytest.mark.parametrize(
+    ("rows", "complaint"),
+    [
+        ([], "prefill has no rows"),
+        ([[64, {"queries": 0, "bn": 64, "warps": 4, "stages": 2}]], "queries is 0"),
+        ([[64, {"queries": 16, "bn": "64", "warps": 4, "stages": 2}]], "bn is '64'"),
+    ],
+)
+def test_a_shape_that_no_kernel_has_is_named(user_file: Path, rows: list[object], complaint: str) -> None:
+    """Any of them would end the start-up self-test with a traceback."""
+    tuning.write(user_file, "gfx928", tuning.table("gfx928"))
+    tables = json.loads(user_file.read_text())
+    tables["gfx928"]["prefill"] = rows
+    user_file.write_text(json.dumps(tables))
+    with pytest.raises(InputError, match=complaint):
         tuning.table("gfx928")
 
 
