@@ -131,8 +131,10 @@ class Tuning:
         rows = self.grouped_group if grouped_activations else self.grouped
         return next((tile for _, tile in rows if tile.bm == block), rows[0][1])
 
-    def prefill_shape(self, tokens: int, heads: int) -> Prefill:
-        return _first(self.prefill, tokens * heads)
+    def prefill_shape(self, tokens: int, heads: int, queries: int = 0) -> Prefill:
+        """`queries`: of tiles that are cut already, for another number of heads; 0: none are."""
+        rows = tuple(row for row in self.prefill if queries in (0, row[1].queries))
+        return _first(rows or self.prefill, tokens * heads)
 
     def quantize_warps(self, elements: int) -> int:
         return _first(self.quantize, elements)

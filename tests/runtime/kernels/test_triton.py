@@ -5,6 +5,7 @@ The half-precision type is float16 here: the interpreter truncates to bfloat16 w
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit_runtime.kernels import reference
-from quantkit_runtime.kernels.tuning import Attention, Prefill, Tile
+from quantkit_runtime.kernels.tuning import Attention, Prefill, Tile, tuning
 from tests.runtime.kernels import cases
 
 Modules = dict[str, ModuleType]
@@ -215,6 +216,24 @@ def test_paged_prefill_of_other_head_dimensions(
         reference.paged_prefill(*args),
         1e-5 if dtype == torch.float32 else 2**-9,
     )
+
+
+def test_tiles_of_prefill_attention_bring_their_own_shape(
+    triton_kernels: Modules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward is cut for its layer with most heads; a layer with fewer takes the table's row for these tiles, since
+    only whole rows were tried on the card."""
+    taken: list[Prefill] = []
+    rows = ((64, Prefill(16, 64, 2, 3)), (1 << 30, Prefill(64, 32, 4, 2)))
+    monkeypatch.setattr(triton_kernels["prefill"], "tuning", lambda: replace(tuning(), prefill=rows))
+    monkeypatch.setattr(Prefill, "fitted", lambda self, _: (taken.append(self), (self.bn, self.stages))[1])
+    counts, lengths = (16, 3), (50, 3)
+    pages = cases.pages(lengths, 1, 16, (16, 16), int8_keys=True, int8_values=False)
+    for queries in (64, 16, 32):
+        q, tiles = cases.normal(3, 19, 2, 16), cases.tiles(counts, lengths, queries)
+        args = (q, pages.k_cache, pages.k_scale, pages.v_cache, None, pages.block_table, tiles, 0.3)
+        close(triton_kernels["prefill"].paged_prefill(*args), reference.paged_prefill(*args), 1e-5)
+    assert taken == [rows[1][1], rows[0][1], rows[0][1]]
 
 
 @pytest.mark.parametrize(("int8_keys", "int8_values"), [(False, False), (True, False), (True, True)])

@@ -153,7 +153,7 @@ def paged_prefill(
         return out
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
-    config = config or tuning().prefill_shape(tokens, heads)
+    config = config or tuning().prefill_shape(tokens, heads, tiles.queries)
     bd, bv = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(dim_v))
     # on CUDA float32 products run on tensor cores in three parts; one by one they would spill registers
     wide = q_THD.dtype == torch.float32 and q_THD.is_cuda and torch.version.hip is None
