@@ -33,6 +33,7 @@ def absmax_scale(value):
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     absmax = tl.max(bits, axis=1).to(tl.float32, bitcast=True)
     scale = tl.math.div_rn(absmax, tl.full(absmax.shape, 127.0, tl.float32))
+    scale = tl.where(scale == float("inf"), float("nan"), scale)  # or a score of -infinity could hide a key
     return tl.where(scale < _FLOOR, _FLOOR, scale)
 
 
