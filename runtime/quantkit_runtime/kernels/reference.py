@@ -262,7 +262,8 @@ def _weights(scores_BGRL: Tensor, seen_BL: Tensor, sinks: Tensor | None, softcap
     scores_BGRL = scores_BGRL.masked_fill(~seen_BL[:, None, None], -torch.inf)
     sink = scores_BGRL.new_full((groups * repeat,), -torch.inf) if sinks is None else sinks.float()
     with_sink = torch.cat([scores_BGRL, sink.view(1, groups, repeat, 1).expand(b, -1, -1, 1)], dim=-1)
-    return with_sink.softmax(dim=-1)[..., :-1].nan_to_num(0.0)  # an empty sequence without a sink is 0 / 0
+    weights = with_sink.softmax(dim=-1)[..., :-1]
+    return weights.masked_fill(~seen_BL.any(-1)[:, None, None, None], 0.0)  # an empty sequence without a sink is 0 / 0
 
 
 def _gather(cache: Tensor, scale: Tensor | None, table: Tensor) -> Tensor:

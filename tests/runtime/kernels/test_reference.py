@@ -154,3 +154,17 @@ def test_paged_prefill_is_causal_attention_of_each_sequence(int8_keys: bool, int
         torch.testing.assert_close(got[first : first + count].double(), want, rtol=1e-5, atol=1e-6)
         first += count
     assert not got[first:].any()
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_key_that_is_no_number_is_seen(wrong: float) -> None:
+    """By queries at and behind it: zeros in place of NaN would be taken for a text. A query before it has none."""
+    pages, q = cases.pages((9,), 1, 4, (8, 8), False, False), cases.normal(3, 9, 2, 8).abs()
+    pages.k_cache[pages.block_table[0, 1], 0, 1] = wrong  # position 5
+    stores = pages.k_cache, None, pages.v_cache, None
+    for at in (4, 5, 8):
+        length = torch.tensor([at + 1], dtype=torch.int32)
+        got = reference.paged_decode(q[at : at + 1], *stores, pages.block_table, length, 0.3)
+        assert bool(got.isnan().all()) == bool(got.isnan().any()) == (at >= 5)
+    got = reference.paged_prefill(q, *stores, pages.block_table, cases.tiles((9,), (9,), 4), 0.3)
+    assert got.isnan().all(-1).all(-1).tolist() == [at >= 5 for at in range(9)]
