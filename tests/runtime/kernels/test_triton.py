@@ -171,6 +171,17 @@ def test_paged_decode(
         close(got, reference.paged_decode(*args), 5e-4 if int8_keys else 1e-5)  # queries to 15 bits over INT8 keys
 
 
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_decode_shows_a_query_that_is_no_number(triton_kernels: Modules, wrong: float) -> None:
+    """Over INT8 keys the query is rounded to integers, of which none is NaN."""
+    pages, q = cases.pages((17, 5), 1, 4, (12, 10), True, False), cases.normal(3, 2, 2, 12)
+    q[1, 0, 3] = wrong
+    stores = pages.k_cache, pages.k_scale, pages.v_cache, pages.v_scale
+    got = triton_kernels["attention"].paged_decode(q, *stores, pages.block_table, pages.lengths, 0.3)
+    assert got.isnan().all(-1).tolist() == got.isnan().any(-1).tolist() == [[False, False], [True, False]]
+
+
 PACKED = {
     "one sequence, one query": ((1,), (38,)),
     "packed": ((3, 16, 1, 9), (3, 45, 29, 9)),

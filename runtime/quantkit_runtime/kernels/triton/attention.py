@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit_runtime.kernels.triton.overlap import after_previous, overlap
-from quantkit_runtime.kernels.triton.quantize import round_half_even
+from quantkit_runtime.kernels.triton.quantize import absmax_scale, round_half_even
 from quantkit_runtime.kernels.tuning import Attention, tuning
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -45,8 +45,7 @@ def _share(
     if INT8_K:
         # q = q_scale * (high + low / 254): 15 bits in two int8 products, so that keys need no conversion
         wide = q_tile.to(tl.float32)
-        q_scale = tl.max(tl.abs(wide), axis=1) / 127.0
-        q_scale = tl.where(q_scale > 0.0, q_scale, 1.0)
+        q_scale = absmax_scale(wide)  # of a query that is no number it is NaN, and so are the scores
         wide = wide / q_scale[:, None]
         rounded = round_half_even(wide)
         rest = round_half_even((wide - rounded) * 254.0)
