@@ -51,9 +51,10 @@ def record(runner: PagedRunner, chunk: int, sequences: int, width: int) -> None:
 
 
 @contextmanager
-def recording(failing: int = -1) -> Iterator[None]:
-    """Sessions record on the host, prefill attention by tiles; the forward of this number cannot be recorded."""
-    numbers = count()
+def recording(failing: int = -1, refused: str = "") -> Iterator[None]:
+    """Sessions record on the host, prefill attention by tiles unless it is refused; the forward of this number cannot
+    be recorded."""
+    numbers, kernel = count(), None if refused else reference.paged_prefill
 
     def recorded(run: Callable[[], Tensor], given: Tensor, pool: Any) -> Any:
         logits = run()
@@ -63,7 +64,7 @@ def recording(failing: int = -1) -> Iterator[None]:
 
     with (
         patch.multiple(runner, records=lambda device: True, _recorded=recorded),
-        patch.multiple(session, records=lambda device: True, _prefill=lambda *_: (reference.paged_prefill, "")),
+        patch.multiple(session, records=lambda device: True, _prefill=lambda *_: (kernel, refused)),
         patch("torch.cuda.graph_pool_handle"),
     ):
         yield

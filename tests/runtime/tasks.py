@@ -94,11 +94,11 @@ def run_session(
     }
 
 
-def run_recording(folder: Path, prompts: list[list[int]], count: int, failing: tuple[int, ...]) -> dict[str, Any]:
-    """A session that records on the host; `failing`: for each rank, which forward it cannot record."""
+def run_recording(folder: Path, prompts: list[list[int]], count: int, *faults: tuple[int, str]) -> dict[str, Any]:
+    """A session that records on the host; `faults`: of each rank, see `recording`."""
     loaded = load_model(folder, devices.resolve("cpu"), torch.float32)
     context, kv = max(map(len, prompts)) + count - 1, KvFormat(torch.float32, torch.float32, 4)
-    with recording(failing[loaded.files.ranks.rank]):
+    with recording(*faults[loaded.files.ranks.rank]):
         engine, _ = session.start(loaded, session.Options(context, kv, len(prompts), 24))
     runner = engine.runner
     return {

@@ -192,18 +192,25 @@ def test_experts_by_sums_and_by_all_to_all(world: World, tmp_path: Path, mesh: s
     assert frozenset().union(*(result["expected"] for result in found)) == alone[0]["expected"]
 
 
-@pytest.mark.parametrize(("failing", "prefill", "decode"), [(9, 2, 2), (2, 0, 2), (1, 0, 0), (0, 0, 0)])
+@pytest.mark.parametrize(
+    ("failing", "refused", "prefill", "decode"),
+    [(9, "", 2, 2), (2, "", 0, 2), (1, "", 0, 0), (0, "", 0, 0), (9, "too wide", 0, 2)],
+)
 def test_what_one_rank_cannot_record_none_replays(
-    families: Prepared, world: World, failing: int, prefill: int, decode: int
+    families: Prepared, world: World, failing: int, refused: str, prefill: int, decode: int
 ) -> None:
     """Steps of 2 and 1 sequences are recorded, then chunks of 24 tokens: a rank that is padded to 24 would add up its
     sums with those of one that is not."""
     folder, _, _ = families["llama"]
     prompts = [tasks.prompt(tokens, seed=tokens)[0].tolist() for tokens in (23, 9)]
-    (alone,) = world.spread(tasks.run_recording, [(folder / "one", prompts, 3, (9,))])
+    (alone,) = world.spread(tasks.run_recording, [(folder / "one", prompts, 3, (9, ""))])
     assert alone["replays"] == {"prefill": 2, "decode": 2}
-    found = world.mesh(tasks.run_recording, 2, folder / "tp2", prompts, 3, (9, failing))
-    why = "rank 1: operation not permitted when stream is capturing"
+    found = world.mesh(tasks.run_recording, 2, folder / "tp2", prompts, 3, (9, ""), (failing, refused))
+    why = (
+        f"rank 1: attention: torch ({refused})"
+        if refused
+        else "rank 1: operation not permitted when stream is capturing"
+    )
     for rank in found:
         assert rank["tokens"] == alone["tokens"]
         assert rank["replays"] == {"prefill": prefill, "decode": decode}
