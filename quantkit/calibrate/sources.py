@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.calibrate.nesting import require_shallow
+from quantkit.calibrate.json_rows import json_rows
 from quantkit.errors import InputError, UsageError, first_line
 from quantkit.recipe import Mix
 from quantkit.shipped import shipped_folder
@@ -23,7 +23,7 @@ MAX_ROWS = 20_000
 """Rows of one source that samples are drawn from: its first ones."""
 
 _LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".md": "text"}
-"""File suffix -> builder of the `datasets` library."""
+"""File suffix -> what reads it: `json_rows`, or a builder of the `datasets` library."""
 
 
 @dataclass(frozen=True)
@@ -130,18 +130,19 @@ def _local_rows(path: Path) -> Iterator[Mapping[str, Any]]:
         raise UsageError(
             f"calibration text {path} has an unknown suffix", "rename it to what it holds", choices=sorted(_LOADERS)
         )
-    import datasets
-
-    extra = {"sample_by": "paragraph"} if builder == "text" else {}
-    options = {"data_files": str(path), "split": "train", "streaming": True, **extra}
     try:
         if builder == "json":
-            require_shallow(path, MAX_ROWS)
+            yield from json_rows(path)
+            return
+        import datasets
+
+        extra = {"sample_by": "paragraph"} if builder == "text" else {}
+        options = {"data_files": str(path), "split": "train", "streaming": True, **extra}
         with tempfile.TemporaryDirectory(prefix="quantkit-") as cache:  # not in the user's home, which may be read-only
             yield from datasets.load_dataset(builder, cache_dir=cache, **options)
     except InputError:
         raise
-    except Exception as error:  # the library raises what its readers raise: pyarrow, json, unicode errors
+    except Exception as error:  # the library raises what its readers raise: pyarrow, unicode errors
         raise InputError(f"{path} cannot be read as {builder}: {first_line(error)}", "check the file") from error
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from quantkit.archs.modeling import load_tokenizer
-from quantkit.calibrate import nesting
-from quantkit.calibrate.data import Samples, draw_samples
+from quantkit.calibrate import json_rows
+from quantkit.calibrate.data import Samples, draw_samples, encode
 from quantkit.calibrate.data import draw as draw_both
 from quantkit.calibrate.sources import builtin_kinds, parse_spec, read_rows
 from quantkit.errors import InputError, UsageError
@@ -208,7 +208,7 @@ def test_unknown_sources_are_refused(data: str, message: str, tmp_path: Path) ->
 def test_unreadable_and_shapeless_files_are_refused(tmp_path: Path) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"text": "a"}\n{"text": \n')
-    with pytest.raises(InputError, match=r"broken\.jsonl cannot be read as json"):
+    with pytest.raises(InputError, match=r"broken\.jsonl, line 2: it cannot be read as JSON: Expecting value"):
         read_rows(Mix(data=str(broken)))
     with pytest.raises(InputError, match="neither `text`") as caught:
         read_rows(Mix(data=str(write_jsonl(tmp_path / "columns.jsonl", [{"body": "a"}]))))
@@ -218,27 +218,71 @@ def test_unreadable_and_shapeless_files_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["deep.jsonl", "deep.json"])
+@pytest.mark.parametrize("levels", [100, 900, 100_000])
 @pytest.mark.parametrize("piece", ['{"a":', "["])
-def test_text_that_nests_without_end_is_refused(name: str, piece: str, tmp_path: Path) -> None:
-    """The library's reader ends the process with it."""
+def test_text_that_nests_without_end_is_refused(name: str, levels: int, piece: str, tmp_path: Path) -> None:
     closing = {"[": "]", '{"a":': "}"}[piece]
-    deep = piece * 100_000 + "1" + closing * 100_000
+    deep = piece * levels + "1" + closing * levels
     (tmp_path / name).write_text(json.dumps({"text": LONG}) + f'\n{{"messages": {deep}}}\n')
     with pytest.raises(InputError, match="line 2: it nests deeper than 100 levels"):
         read_rows(Mix(data=str(tmp_path / name)))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1 << 20])
-def test_brackets_of_texts_do_not_nest(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever piece of the file ends in the middle of a text, of an escape or of escaped backslashes."""
-    monkeypatch.setattr(nesting, "_CHUNK", size)
-    rows = [{"text": text} for text in ("[" * 300, '"{' * 300, "\\" * 7 + '"[' * 300, "\\", "]}" * 9)]
-    path = write_jsonl(tmp_path / "texts.jsonl", rows)
-    nesting.require_shallow(path, 100)
-    with path.open("a", encoding="utf-8") as file:
-        file.write("[" * 101)
-    with pytest.raises(InputError, match="line 6: it nests deeper"):
-        nesting.require_shallow(path, 100)
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("null", "line 2: the row is no object"),
+        ('"a"', "line 2: the row is no object"),
+        ("[]", "line 2: the row is no object"),
+        (r'{"text": "\ud83d"}', "line 2: a text has half of a surrogate pair"),
+        (r'{"messages": [{"role": "user", "content": "\udc00"}]}', "line 2: a text has half of a surrogate pair"),
+        ('{"text": ' + "9" * 5000 + "}", "line 2: it cannot be read as JSON"),
+        ('{"text": "a"', "line 2: it cannot be read as JSON"),
+    ],
+)
+def test_rows_that_are_no_objects_of_text_are_refused(row: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": LONG}) + f"\n{row}\n")
+    with pytest.raises(InputError, match=message):
+        read_rows(Mix(data=str(path)))
+
+
+def test_a_row_may_begin_with_null(tmp_path: Path) -> None:
+    """The reader of the `datasets` library ends the process with this file."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("null\n" + json.dumps({"text": LONG}) + "\n")
+    with pytest.raises(InputError, match="line 1: the row is no object"):
+        read_rows(Mix(data=str(path)))
+
+
+def test_json_is_lines_or_one_list(tmp_path: Path) -> None:
+    rows = [
+        {"text": text} for text in ("[" * 300, '"{' * 300, "\\" * 7 + '"[' * 300, "\\", "]}" * 9, "海", "\U0001f30a")
+    ]
+    lines = write_jsonl(tmp_path / "lines.json", rows)
+    (tmp_path / "list.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "blank.jsonl").write_text("\n" + lines.read_text("utf-8").replace("\n", "\r\n\r\n"), "utf-8")
+    for name in ("lines.json", "list.json", "blank.jsonl"):
+        assert [row.text for row in read_rows(Mix(data=str(tmp_path / name)))] == [row["text"] for row in rows]
+    (tmp_path / "list.json").write_text(json.dumps([*rows, None]))
+    with pytest.raises(InputError, match="row 7: the row is no object"):
+        read_rows(Mix(data=str(tmp_path / "list.json")))
+
+
+def test_rows_and_lists_beyond_bounds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_rows, "MAX_LINE", 1 << 10)
+    monkeypatch.setattr(json_rows, "MAX_LIST", 1 << 10)
+    path = write_jsonl(tmp_path / "long.jsonl", [{"text": "a"}, {"text": "b" * 2000}])
+    with pytest.raises(InputError, match="line 2: it is longer than"):
+        read_rows(Mix(data=str(path)))
+    (tmp_path / "list.json").write_text("[\n" + json.dumps({"text": "b" * 2000}) + "]")
+    with pytest.raises(InputError, match="is a list of more than"):
+        read_rows(Mix(data=str(tmp_path / "list.json")))
+
+
+def test_ids_beyond_every_vocabulary_are_refused() -> None:
+    with pytest.raises(InputError, match="gives the id 2,147,483,648, which no vocabulary has"):
+        encode(lambda _text, **_: {"input_ids": [1, 2**31]}, "a")
 
 
 def test_specs() -> None:

@@ -158,7 +158,7 @@ def test_leak_is_named(check: Run) -> None:
 
 def test_slowing_down_is_named(check: Run, stub: Stub) -> None:
     stub.token_s = 0.002
-    found = check("soak", "slows_down", soak_hours=HOURS, rate=40.0, stability={"max_slowdown": 2})
+    found = check("soak", "slows_down", soak_hours=3 * HOURS, rate=40.0, stability={"max_slowdown": 2})
     assert "latency_grows" in [finding.key for finding in found.findings]
 
 
