@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,13 @@ def spin() -> None:
         pass
 
 
+def fill(size: int) -> None:
+    """Make so many bytes resident that were not, whatever the heap has free."""
+    with mmap.mmap(-1, size) as block:
+        for page in range(0, size, mmap.PAGESIZE):
+            block[page] = 1
+
+
 def test_what_is_allowed(workspace: Path) -> None:
     assert watched(workspace, lambda: None) is None
     assert watched(workspace, refuse) is None
@@ -94,7 +102,7 @@ def test_what_is_allowed(workspace: Path) -> None:
         ("exception", lambda _: {}["key"], {}),
         ("exception", lambda _: exec("raise SystemExit"), {}),
         ("time", lambda _: spin(), {"cpu_s": 0.3}),
-        ("memory", lambda _: bytearray(2**26), {"memory": 2**25}),
+        ("memory", lambda _: fill(2**26), {"memory": 2**25}),
         ("exception", lambda _: bytearray(64 * GIB), {}),
         ("escape", lambda root: (root / BAIT / "config.json").read_text(), {}),
         ("escape", lambda root: (root / "own/../bait/config.json").read_text(), {}),
