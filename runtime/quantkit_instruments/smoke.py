@@ -14,7 +14,7 @@ from quantkit.archs.modeling import load_tokenizer
 from quantkit.arithmetic import quantize_tokens
 from quantkit.errors import VerificationError
 from quantkit_instruments.since import since
-from quantkit_instruments.tokenizer import encode, require_positions, stop_tokens
+from quantkit_instruments.tokenizer import encode, require_positions, stop_tokens, vocab_size
 from quantkit_instruments.trace import GemmRow, Verdict, gemm_rows, judge, trace
 from quantkit_runtime import device as devices
 from quantkit_runtime.engine import Engine, Generated
@@ -92,7 +92,7 @@ def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, o
     device = devices.resolve(options.device)
     dtype = devices.compute_dtype(options.dtype, device)
     tokenizer = load_tokenizer(options.root)
-    prompt = encode(tokenizer, options.prompt, options.root)
+    prompt = encode(tokenizer, options.prompt, vocab_size(options.root))
     positions = require_positions(options.root, len(prompt), options.max_new_tokens)
     before = device.used_memory()
     loaded = load_model(

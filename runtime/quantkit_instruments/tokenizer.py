@@ -13,15 +13,15 @@ from quantkit.spec.files import read_whole
 from quantkit.spec.index import read_json
 
 
-def encode(tokenizer: Any, prompt: str, root: Path) -> list[int]:
+def encode(tokenizer: Any, prompt: str, vocab: int) -> list[int]:
     """Token ids of a prompt, also where the locale is not UTF-8: Python then hands over bytes as lone surrogates.
 
     Args:
-        root: folder of the model that they are for.
+        vocab: `vocab_size` of the model that they are for.
 
     Raises:
         UsageError: it is no text, is empty, or has no tokens.
-        InputError: the model of `root` does not have one of these tokens.
+        InputError: the model does not have one of these tokens.
     """
     try:
         text = prompt.encode("utf-8", "surrogateescape").decode("utf-8")
@@ -32,13 +32,18 @@ def encode(tokenizer: Any, prompt: str, root: Path) -> list[int]:
     ids: list[int] = tokenizer(text).input_ids
     if not ids:
         raise UsageError("the prompt has no tokens", "give a text with --prompt")
-    require_embedded(ids, _dims(root).vocab)
+    require_embedded(ids, vocab)
     return ids
 
 
 def _dims(root: Path) -> Dims:
     config = read_json(root / "config.json")
     return architecture_for(config).dims(config)
+
+
+def vocab_size(root: Path) -> int:
+    """Token ids that the model of a folder has embeddings for."""
+    return _dims(root).vocab
 
 
 def max_positions(root: Path) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantkit.archs.modeling import load_tokenizer
 from quantkit.errors import InputError, UsageError
-from quantkit_instruments.tokenizer import encode, stop_tokens
+from quantkit_instruments.tokenizer import encode, stop_tokens, vocab_size
 from quantkit_runtime import packing
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.graft import LoadedModel
@@ -123,7 +123,8 @@ def test_greedy_equals_transformers_generate(load: Load, model: str) -> None:
     """A batch of different lengths in small chunks, against transformers one by one."""
     folder = outputs.MODELS / model
     tokenizer = load_tokenizer(folder)
-    texts = [encode(tokenizer, text, folder) for text in ("The king said to", "Once", "def main(): return 1 + 2 * (3")]
+    vocab = vocab_size(folder)
+    texts = [encode(tokenizer, text, vocab) for text in ("The king said to", "Once", "def main(): return 1 + 2 * (3")]
     drive = engine(load(folder), 20, batch=3, chunk=5, stop=stop_tokens(folder))
     got = drive.generate(texts, 20)
     reference = transformers_model(folder, torch.float32)

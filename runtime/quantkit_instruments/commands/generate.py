@@ -46,7 +46,7 @@ def command(
       quantkit-runtime generate OUT --prompts texts.txt --temperature 0.7 --top-p 0.9
     """
     from quantkit.archs.modeling import load_tokenizer
-    from quantkit_instruments.tokenizer import encode, read_prompts, require_positions, stop_tokens
+    from quantkit_instruments.tokenizer import encode, read_prompts, require_positions, stop_tokens, vocab_size
     from quantkit_runtime.loader import require_folder
     from quantkit_runtime.parallel import leave
     from quantkit_runtime.sampling import Sampling
@@ -54,7 +54,8 @@ def command(
     require_folder(folder)
     tokenizer = load_tokenizer(folder)
     texts = [*prompts, *(read_prompts(file) if file else ())] or ["The"]
-    ids = [encode(tokenizer, text, folder) for text in texts]
+    vocab = vocab_size(folder)
+    ids = [encode(tokenizer, text, vocab) for text in texts]
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     context, at_once = require_positions(folder, max(map(len, ids)), max_new_tokens), min(batch or len(ids), len(ids))
     loaded, engine, table = open_session(

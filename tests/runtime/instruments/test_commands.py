@@ -18,7 +18,7 @@ from quantkit.archs.modeling import load_tokenizer
 from quantkit.errors import UsageError
 from quantkit_instruments import bench, doctor
 from quantkit_instruments.cli import main
-from quantkit_instruments.tokenizer import encode
+from quantkit_instruments.tokenizer import encode, vocab_size
 from quantkit_runtime import fuse
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.graft import LoadedModel
@@ -97,8 +97,8 @@ def test_bad_use_says_what_to_do(converted: Converted, options: tuple[str, ...],
 def test_nothing_is_no_prompt_also_where_the_tokenizer_makes_a_token_of_it(converted: Converted) -> None:
     begins = SimpleNamespace(input_ids=[1])
     with pytest.raises(UsageError, match="the prompt is empty"):
-        encode(lambda text: begins, "", converted(TINY[0]))
-    assert encode(lambda text: begins, "a", converted(TINY[0])) == [1]
+        encode(lambda text: begins, "", vocab_size(converted(TINY[0])))
+    assert encode(lambda text: begins, "a", vocab_size(converted(TINY[0]))) == [1]
 
 
 @pytest.mark.parametrize("command", ["generate", "smoke-load"])
