@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantkit.archs import Key
 from quantkit.arithmetic import channel_scales, dequantize, quantize, represented
-from quantkit.calibrate.methods.base import FALLBACK, Found, LayerView, MethodOptions
+from quantkit.calibrate.methods.base import FALLBACK, Found, LayerView, Learns, Method, MethodOptions, nothing
 from quantkit.calibrate.rows import input_name
 from quantkit.checkpoint.writer import read_chunks, write_atomic
 from quantkit.errors import QuantkitError
@@ -27,7 +27,7 @@ MOMENTS_BYTES = 24
 """For each of the K^2 second moments of a job: they twice and their factor, in float64."""
 
 WEIGHT_BYTES = 46
-"""For each weight of a job: most when the errors of both roundings are computed in float64."""
+"""For each weight of a job, measured: most when the errors of both roundings are computed."""
 
 _CHUNK = 2048
 """Rows that are multiplied at once in float32 before they are added in float64."""
@@ -153,6 +153,12 @@ def relative_errors(w_NK: Tensor, h_KK: Tensor, *rounded_NK: Tensor) -> list[flo
     matrices, h_KK = (w_NK, *(w_NK - each for each in rounded_NK)), h_KK.float()
     square, *errors = torch.stack([(each @ h_KK).mul_(each).sum(dtype=torch.float64) for each in matrices]).tolist()
     return [(max(error, 0.0) / square) ** 0.5 if square > 0 else 0.0 for error in errors]
+
+
+def rounding_method(options: type[RoundingOptions], layer: Callable[[LayerView, Any], Found]) -> Method:
+    """The row of a method that rounds; `layer` finds the codes of one."""
+    learns = Learns(lambda given: given.tokens, lambda given: given.rows, layer, write_codes, weight_bytes=WEIGHT_BYTES)
+    return Method(options, nothing, learns, rounds=True)
 
 
 def write_codes(records: Sequence[Path], out: Path) -> None:

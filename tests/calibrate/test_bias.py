@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -332,8 +332,9 @@ def test_each_scheme_has_its_own_correction(family: Callable[[str], Path], tmp_p
     assert {name.partition("/")[0] for name in found} == {"w8a8", "w8a8-group128"}
     assert not [name for name in found if "layers.0." in name]
     assert summary.decisions is not None
-    for form in ("checkpoint", "sharded"):
-        manifest = convert(root, tmp_path / form, wanted, calibration=tmp_path / "cal", form=form, jobs=1)  # type: ignore[arg-type]
+    forms: tuple[Literal["checkpoint", "sharded"], ...] = ("checkpoint", "sharded")
+    for form in forms:
+        manifest = convert(root, tmp_path / form, wanted, calibration=tmp_path / "cal", form=form, jobs=1)
         assert verify(tmp_path / form, source=root, calibration=tmp_path / "cal").failures == ()
         schemes = {(row.layer, row.role): row.scheme for row in manifest.tensors if row.part == "weight"}
         (file,) = [row.name for row in manifest.files if row.name.endswith(".safetensors")][:1]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.archs import Key
-from quantkit.arithmetic import channel_scales, dequantize, quantize
+from quantkit.arithmetic import channel_scales, dequantize, represented
 from quantkit.checkpoint.effects import Vectors, matrix
 from quantkit.checkpoint.reader import OpenFiles, Source
 from quantkit.spec.tensorfile import read_header
@@ -101,8 +101,7 @@ class LayerView:
         """Float32 `[N, K]`, the weight as INT8 will represent it."""
         w_NK = self.weight(key)
         if key.shard_name not in self.codes:
-            scale = channel_scales(w_NK)
-            return dequantize(quantize(w_NK, scale), scale)
+            return represented(w_NK, channel_scales(w_NK))
         codes, scale = (self.codes[name].to(w_NK.device) for name in (key.shard_name, f"{key.shard_name}_scale"))
         return dequantize(codes, scale)
 

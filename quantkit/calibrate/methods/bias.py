@@ -97,13 +97,14 @@ def errors_of(x: Tensor, w_NK: Tensor, rounded_NK: Tensor, bias_N: Tensor, writt
     blocks = x.tensor_split(_BLOCKS)
     sums_BN = torch.zeros(_BLOCKS, len(w_NK), dtype=torch.float64, device=x.device)
     squares = torch.zeros(2, dtype=torch.float64, device=x.device)
-    offset = (bias_N - written_N).to(x.device)
+    bias_N, written_N = bias_N.to(x.device), written_N.to(x.device)
+    offset = bias_N - written_N
     for sum_N, block in zip(sums_BN, blocks, strict=True):
         for chunk in block.split(_CHUNK):
             exact = chunk @ w_NK.T
             error = (exact - round_tokens(chunk, scheme) @ rounded_NK.T).double().add_(offset)
             sum_N += error.sum(0)
-            squares += torch.stack((error.square().sum(), exact.double().add_(bias_N.to(x.device)).square().sum()))
+            squares += torch.stack((error.square().sum(), exact.double().add_(bias_N).square().sum()))
     counts = torch.tensor([len(block) for block in blocks], dtype=torch.float64)
     square, reference = squares.tolist()
     return Errors(counts, sums_BN.cpu(), square, reference)

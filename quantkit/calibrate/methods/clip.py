@@ -14,8 +14,8 @@ from pydantic import Field
 from torch import Tensor
 
 from quantkit.arithmetic import channel_scales, dequantize, quantize
-from quantkit.calibrate.methods.base import Found, LayerView, Learns, Method, nothing
-from quantkit.calibrate.round_weights import WEIGHT_BYTES, RoundingOptions, round_layer, write_codes
+from quantkit.calibrate.methods.base import Found, LayerView
+from quantkit.calibrate.round_weights import RoundingOptions, round_layer, rounding_method
 
 RATIOS = (0.98, 0.96, 0.94, 0.92, 0.9, 0.87, 0.84, 0.8)
 """Candidates, as shares of the scale of the largest magnitude."""
@@ -61,15 +61,4 @@ def search_layer(view: LayerView, options: ClipOptions) -> Found:
     return round_layer(view, options, lambda w, h: _round(w, h, options))
 
 
-METHOD = Method(
-    ClipOptions,
-    nothing,
-    Learns(
-        lambda options: options.tokens,
-        lambda options: options.rows,
-        search_layer,
-        write_codes,
-        weight_bytes=WEIGHT_BYTES,
-    ),
-    rounds=True,
-)
+METHOD = rounding_method(ClipOptions, search_layer)

@@ -28,9 +28,9 @@ from pydantic import Field
 from torch import Tensor
 
 from quantkit.arithmetic import QMAX, channel_scales
-from quantkit.calibrate.methods.base import Found, LayerView, Learns, Method, nothing
+from quantkit.calibrate.methods.base import Found, LayerView
 from quantkit.calibrate.methods.clip import clipped_scales
-from quantkit.calibrate.round_weights import WEIGHT_BYTES, NoFactorError, RoundingOptions, round_layer, write_codes
+from quantkit.calibrate.round_weights import NoFactorError, RoundingOptions, round_layer, rounding_method
 
 _BLOCK = 64
 """Columns whose errors are handed on one by one; those behind the block get them in one product."""
@@ -107,15 +107,4 @@ def search_layer(view: LayerView, options: GptqOptions) -> Found:
     return round_layer(view, options, lambda w, h: _round(w, h, options))
 
 
-METHOD = Method(
-    GptqOptions,
-    nothing,
-    Learns(
-        lambda options: options.tokens,
-        lambda options: options.rows,
-        search_layer,
-        write_codes,
-        weight_bytes=WEIGHT_BYTES,
-    ),
-    rounds=True,
-)
+METHOD = rounding_method(GptqOptions, search_layer)
