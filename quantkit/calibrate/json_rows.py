@@ -1,6 +1,6 @@
 """Rows of JSON Lines, or of a JSON file that is one list, read by Python's own parser.
 
-Not by the reader of the `datasets` library (pyarrow 22), which takes the process with it where a row is `null` or nests
+Not by the reader of the `datasets` library (pyarrow 26), which takes the process with it where a row is `null` or nests
 deeply; no `except` sees that.
 """
 
@@ -35,17 +35,18 @@ def json_rows(path: Path) -> Iterator[Mapping[str, Any]]:
             a list is larger than `MAX_LIST`.
         OSError: it cannot be read.
     """
+    number, blank = 0, True  # so far
     with path.open("rb") as file:
-        number = 0
         while line := file.readline(MAX_LINE + 1):
             number += 1
             if len(line) > MAX_LINE:
                 raise InputError(f"{path}, line {number}: it is longer than {MAX_LINE >> 20} MiB", _NEXT)
             if not line.strip():
                 continue
-            if number == 1 and line.lstrip().startswith(b"["):
+            if blank and line.lstrip().startswith(b"["):
                 yield from _list(path)
                 return
+            blank = False
             yield _row(_parsed(line, f"{path}, line {number}"), f"{path}, line {number}")
 
 

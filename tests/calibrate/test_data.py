@@ -260,7 +260,7 @@ def test_json_is_lines_or_one_list(tmp_path: Path) -> None:
         {"text": text} for text in ("[" * 300, '"{' * 300, "\\" * 7 + '"[' * 300, "\\", "]}" * 9, "海", "\U0001f30a")
     ]
     lines = write_jsonl(tmp_path / "lines.json", rows)
-    (tmp_path / "list.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "list.json").write_text("\n \n" + json.dumps(rows, indent=1))
     (tmp_path / "blank.jsonl").write_text("\n" + lines.read_text("utf-8").replace("\n", "\r\n\r\n"), "utf-8")
     for name in ("lines.json", "list.json", "blank.jsonl"):
         assert [row.text for row in read_rows(Mix(data=str(tmp_path / name)))] == [row["text"] for row in rows]
