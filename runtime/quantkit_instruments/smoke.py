@@ -24,6 +24,7 @@ from quantkit_runtime.kv_cache import KvFormat
 from quantkit_runtime.layers import Int8Experts
 from quantkit_runtime.loader import require_folder
 from quantkit_runtime.memory import MemoryPlan, out_of_memory_as_error
+from quantkit_runtime.runner import prefill_facts
 from quantkit_runtime.session import make_runner
 
 SELF_TEST_TOKENS = 3
@@ -120,7 +121,7 @@ def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, o
         text=tokenizer.decode([*prompt, *generated.tokens], skip_special_tokens=True),
         generated=generated,
         cache=runner.kind,
-        prefill=runner.prefill_facts(),
+        prefill=prefill_facts(runner),
         cache_bytes=runner.nbytes,
         rows=tuple(gemm_rows(loaded.account)),
         verdict=judge(loaded.account),

@@ -69,9 +69,9 @@ class Form(NamedTuple):
         padded[: len(shapes), :, : tables.shape[2]] = tables
         tiles = np.zeros((self.tiles, 4), dtype=np.int32)
         if self.queries:
-            found = cut(shapes, self.queries)
+            found, rest = cut(shapes, self.queries), self.tokens - tokens
             # of padding the positions lie before all keys
-            found += [(0, tokens + first, count, -count) for _, first, count, _ in self._cut_padding(tokens)]
+            found += [(0, tokens + first, count, -count) for _, first, count, _ in cut([(rest, rest)], self.queries)]
             tiles[: len(found)] = found
         packed = np.zeros(sum(self.sizes), dtype=np.int32)
         start = 0
@@ -79,10 +79,6 @@ class Form(NamedTuple):
             packed[start : start + part.size] = part.reshape(-1)
             start += size
         return torch.from_numpy(packed)
-
-    def _cut_padding(self, tokens: int) -> list[tuple[int, int, int, int]]:
-        rest = self.tokens - tokens
-        return cut([(rest, rest)], self.queries)
 
     def empty(self) -> Tensor:
         """The array of a forward of nothing but padding."""

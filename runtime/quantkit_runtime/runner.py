@@ -172,9 +172,6 @@ class PagedRunner:
         self.replays["decode"] += 1
         return logits[: len(chunks)]
 
-    def prefill_facts(self) -> dict[str, Any]:
-        return _facts(self)
-
     def _rows(self, chunks: list[Chunk], size: int, width: int) -> Any:
         """Rows for `decode_rows`, of this width or as wide as they must be; what is added to reach `size` writes to
         block 0."""
@@ -273,9 +270,6 @@ class TransformersRunner:
     def reserve(self, sequence: int, tokens: int) -> bool:
         return True
 
-    def prefill_facts(self) -> dict[str, Any]:
-        return _facts(self)
-
     def release(self, sequence: int) -> None:
         self.nbytes = max(self.nbytes, sum(map(cache_bytes, self.caches.values())))
         self.caches.pop(sequence, None)
@@ -294,7 +288,7 @@ class TransformersRunner:
         return torch.stack(rows)
 
 
-def _facts(runner: PagedRunner | TransformersRunner) -> dict[str, Any]:
+def prefill_facts(runner: PagedRunner | TransformersRunner) -> dict[str, Any]:
     """How prefill runs, for reports: attention, tokens of recorded forwards or why there are none, and how many
     forwards were replays or eager."""
     return {

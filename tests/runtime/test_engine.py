@@ -20,7 +20,7 @@ from quantkit_runtime.graft import LoadedModel
 from quantkit_runtime.kernels import reference
 from quantkit_runtime.kernels.tuning import Prefill, Tuning
 from quantkit_runtime.kv_cache import KvCache, KvFormat
-from quantkit_runtime.runner import Chunk, PagedRunner, TransformersRunner
+from quantkit_runtime.runner import Chunk, PagedRunner, TransformersRunner, prefill_facts
 from quantkit_runtime.session import make_runner
 from tests.families import FAMILY_NAMES, VOCAB, make_tiny
 from tests.reference import transformers_model
@@ -228,8 +228,8 @@ def test_prefill_of_a_fixed_form_is_that_of_fitting_ones(
             close(one, want)
     assert at == [61, 23, 9]
     assert fixed.replays == {"prefill": 7, "decode": 0}
-    assert fitting.prefill_facts()["eager"] == plain.prefill_facts()["eager"] == 7
-    assert fixed.prefill_facts()["eager"] == 0
+    assert prefill_facts(fitting)["eager"] == prefill_facts(plain)["eager"] == 7
+    assert prefill_facts(fixed)["eager"] == 0
 
 
 @pytest.mark.usefixtures("short_forms")

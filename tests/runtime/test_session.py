@@ -19,7 +19,7 @@ from quantkit_runtime.kernels import reference, registry
 from quantkit_runtime.kernels.tuning import Prefill, tuning
 from quantkit_runtime.kv_cache import KvFormat
 from quantkit_runtime.memory import MemoryTable
-from quantkit_runtime.runner import PagedRunner
+from quantkit_runtime.runner import PagedRunner, prefill_facts
 from tests.runtime.conftest import TINY
 
 Load = Callable[..., LoadedModel]
@@ -188,7 +188,7 @@ def test_prefill_attention_falls_back_to_torch_and_says_why(
         assert runner.attend is (None if why else served)
         spec = next(iter(runner.cache.layers.values())).spec
         said = f"torch (paged_prefill for heads of {spec.key_dim} and {spec.value_dim}: {why})" if why else "one kernel"
-        assert runner.prefill_facts()["attention"] == said
+        assert prefill_facts(runner)["attention"] == said
         assert set(tried) == {(spec.key_dim, spec.key_dim)}
 
 

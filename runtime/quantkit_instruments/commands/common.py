@@ -112,6 +112,7 @@ def session_report(loaded: LoadedModel, engine: Engine, table: MemoryTable) -> d
     """What a session runs on, for `--json`."""
     from quantkit_runtime.fuse import outcomes
     from quantkit_runtime.kernels import registry
+    from quantkit_runtime.runner import prefill_facts
 
     runner = engine.runner
     return {
@@ -120,7 +121,7 @@ def session_report(loaded: LoadedModel, engine: Engine, table: MemoryTable) -> d
         "kv_cache": runner.kind,
         "graphs": sorted(runner.graphs),
         "eager_because": "" if runner.graphs else runner.eager_because,
-        "prefill_runs": runner.prefill_facts(),
+        "prefill_runs": prefill_facts(runner),
         "fusions": {row.name: {"fused": len(row.fused), "refused": row.refused} for row in outcomes(loaded.model)},
         "kernels": {op: registry.names(op, loaded.device.family)[:1] for op in OPS},
         "kernels_passed_over": registry.skipped(loaded.device.family),
@@ -132,12 +133,13 @@ def print_session(out: Console, loaded: LoadedModel, engine: Engine, table: Memo
     """The memory table and what serves."""
     from quantkit_runtime.fuse import outcomes
     from quantkit_runtime.kernels import registry
+    from quantkit_runtime.runner import prefill_facts
 
     runner = engine.runner
     graphs = f"graphs of {len(runner.graphs)} batch sizes" if runner.graphs else f"eager ({runner.eager_because})"
     print_device(out, loaded)
     out.print(f"KV cache: {runner.kind}; decode steps: {graphs}", markup=False)
-    out.print(f"prefill: {prefill_line(runner.prefill_facts())}", markup=False)
+    out.print(f"prefill: {prefill_line(prefill_facts(runner))}", markup=False)
     for row in outcomes(loaded.model):
         out.print(f"fusion {row.line}", markup=False)
     for line in registry.skipped(loaded.device.family):

@@ -16,7 +16,7 @@ from quantkit_runtime.kernels.triton.overlap import after_previous, overlap
 from quantkit_runtime.kernels.triton.quantize import absmax_scale, round_half_even
 from quantkit_runtime.kernels.tuning import Attention, tuning
 
-_LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def _share(
             score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))  # tanh without libdevice
         if window > 0:
             seen &= n >= length - window
-        score = tl.where(seen[None, :], score * _LOG2E, -float("inf"))
+        score = tl.where(seen[None, :], score * LOG2E, -float("inf"))
         new_top = tl.maximum(top, tl.max(score, axis=1))
         safe = tl.where(new_top == -float("inf"), 0.0, new_top)
         kept = tl.exp2(top - safe)
@@ -99,7 +99,7 @@ def _join(part, part_max, part_sum, sinks, out, heads, shares, dim_v, SINKS: tl.
     top = tl.max(tops, axis=0)
     sink = -float("inf")
     if SINKS:
-        sink = tl.load(sinks + row % heads).to(tl.float32) * _LOG2E
+        sink = tl.load(sinks + row % heads).to(tl.float32) * LOG2E
         top = tl.maximum(top, sink)
     safe = tl.where(top == -float("inf"), 0.0, top)
     factor = tl.exp2(tops - safe)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from quantkit_runtime.kernels.reference import Alignment, check_accumulator
 from quantkit_runtime.kernels.triton.overlap import after_previous, overlap
+from quantkit_runtime.kernels.triton.quantize import HALF_EVEN
 from quantkit_runtime.kernels.tuning import Tile, tuning
 
-_HALF_EVEN = tl.constexpr(12582912.0)  # 1.5 x 2^23, bits 0x4B400000: an integer added to the bits is added to it
 MOST_BIASED = 256
 """Longest group whose sums, at most 256 x 127^2 < 2^22, `_wide` takes to float32 by additions alone."""
 
@@ -45,7 +45,8 @@ def _step(acc, x_ptr, w_ptr, at, inside_K, EVEN: tl.constexpr, SWAP: tl.constexp
 def _wide(acc, BIASED: tl.constexpr):
     """float32 of int32 sums, exactly; BIASED: of magnitudes below 2^22, without a conversion (slow on NVIDIA)."""
     if BIASED:
-        return (acc + 0x4B400000).to(tl.float32, bitcast=True) - _HALF_EVEN
+        # the bits of HALF_EVEN: an integer added to them is added to it
+        return (acc + 0x4B400000).to(tl.float32, bitcast=True) - HALF_EVEN
     return acc.to(tl.float32)
 
 

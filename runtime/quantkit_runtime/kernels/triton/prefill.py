@@ -13,10 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit_runtime.kernels.reference import Tiles
+from quantkit_runtime.kernels.triton.attention import LOG2E
 from quantkit_runtime.kernels.triton.overlap import after_previous, overlap
 from quantkit_runtime.kernels.tuning import Prefill, tuning
-
-_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -55,9 +54,9 @@ def _walk(
             score *= tl.load(k_scale + place, mask=inside, other=0.0)[None, :]
         if SOFTCAP:
             score = 1.0 - 2.0 / (tl.exp(score * (2.0 * scale / softcap)) + 1.0)  # tanh without libdevice
-            score *= softcap * _LOG2E
+            score *= softcap * LOG2E
         else:
-            score *= scale * _LOG2E
+            score *= scale * LOG2E
         if MASKED:
             seen = n[None, :] <= position[:, None]
             if WINDOW:
@@ -118,7 +117,7 @@ def _prefill(
         softcap, window, PAGE, DIM, DIM_V, INT8_K, INT8_V, SOFTCAP, WINDOW, True, BN, BD, BV, PRECISION,
     )  # fmt: skip
     if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * _LOG2E
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         total = tl.maximum(top, sink)
         kept = tl.exp2(top - total)
         acc *= kept[:, None]

@@ -17,13 +17,13 @@ from quantkit_runtime.kernels.triton.overlap import after_previous, overlap
 from quantkit_runtime.kernels.tuning import tuning
 
 _FLOOR = tl.constexpr(SCALE_FLOOR)
-_HALF_EVEN = tl.constexpr(12582912.0)  # 1.5 x 2^23: adding it leaves no bits for a fraction, and rounds half to even
+HALF_EVEN = tl.constexpr(12582912.0)  # 1.5 x 2^23: adding it leaves no bits for a fraction, and rounds half to even
 
 
 @triton.jit
 def round_half_even(value):
     """Of magnitudes below 2^22, without libdevice."""
-    return (value + _HALF_EVEN) - _HALF_EVEN
+    return (value + HALF_EVEN) - HALF_EVEN
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def rounded_quotient(value, scale):
     quotient = value * inverse
     quotient = tl.math.fma(tl.math.fma(-quotient, scale[:, None], value), inverse, quotient)
     # The sum's low bits are the integer in two's complement: no conversion, which is slow on some cards.
-    return (quotient + _HALF_EVEN).to(tl.int32, bitcast=True).to(tl.int8)
+    return (quotient + HALF_EVEN).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
