@@ -192,7 +192,8 @@ def _add_layer(totals: _Totals, layer: int, record: LayerRecord, options: Calibr
     pooled: dict[str, InputStats] = {}
     for gemm in record.gemms:
         stats = record.inputs[gemm.input]
-        if _starves(gemm, options) and gemm.input not in pooled:
+        unknown = gemm.expert is not None and not stats.is_measured(gemm.expert)
+        if (_starves(gemm, options) or unknown) and gemm.input not in pooled:
             pooled[gemm.input] = stats.over_experts()
         totals.gemms.append(_gemm_summary(layer, gemm, stats, pooled.get(gemm.input), options))
     for role, name in {gemm.role: gemm.input for gemm in record.gemms}.items():
@@ -214,6 +215,9 @@ def _gemm_summary(
         fallback = f"{int(own.tokens[row]) - gemm.rows} tokens of layer {layer}, sent through it for statistics only"
     elif _starves(gemm, options) and pooled is not None:
         stats, row, fallback = pooled, 0, f"all experts of layer {layer}"
+    errors, error_row = stats, row
+    if pooled is not None and stats is own and not own.is_measured(row):
+        errors, error_row, fallback = pooled, 0, f"errors: all experts of layer {layer}"
     return GemmSummary(
         name=gemm.name,
         role=gemm.role,
@@ -223,8 +227,8 @@ def _gemm_summary(
         quantized=gemm.quantized,
         tokens=gemm.rows,
         absmax=float(stats.absmax[row].max()),
-        token_error=stats.token_relative(row),
-        group_error=stats.group_relative(row),
+        token_error=errors.token_relative(error_row),
+        group_error=errors.group_relative(error_row),
         group_size=stats.group_size,
         outlier_channels=len(stats.outlier_channels(row)),
         fallback=fallback,
@@ -243,7 +247,8 @@ def _clipping(by_kind: Mapping[str, list[Tensor]], kinds: tuple[str, ...]) -> It
 
 
 def _warnings(gemms: list[GemmSummary], options: Calibration) -> Iterator[str]:
-    experts = {(gemm.layer, gemm.expert): gemm.tokens for gemm in gemms if gemm.fallback}
+    starving = (gemm for gemm in gemms if gemm.fallback and gemm.tokens < options.min_tokens_per_expert)
+    experts = {(gemm.layer, gemm.expert): gemm.tokens for gemm in starving}
     if experts:
         named = ", ".join(f"layer {layer} expert {expert} ({tokens})" for (layer, expert), tokens in experts.items())
         many = f"{len(experts)} expert{'s' if len(experts) > 1 else ''}"

@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.archs import Architecture, Dims, Key
 from quantkit.calibrate.data import Batch
 from quantkit.calibrate.experts import Routing
-from quantkit.calibrate.statistics import InputStats, TokenStats, channel_absmax, input_stats
+from quantkit.calibrate.statistics import BatchStats, TokenStats, channel_absmax, input_stats
 from quantkit.errors import InputError
 
 
@@ -48,6 +48,7 @@ class BatchMeasurement:
     """Statistics of one layer on one batch.
 
     Attributes:
+        kind: of text, by its index.
         inputs: INPUT -> statistics.
         input_of: GEMM -> INPUT.
         rows: GEMM -> rows that entered it.
@@ -57,7 +58,8 @@ class BatchMeasurement:
 
     def __init__(self, layer: Layer, batch: Batch) -> None:
         self._layer, self._batch = layer, batch
-        self.inputs: dict[str, InputStats] = {}
+        self.kind = batch.kind
+        self.inputs: dict[str, BatchStats] = {}
         self.input_of: dict[Key, str] = {}
         self.rows: Counter[Key] = Counter()
         self.routed: NDArray[np.int64] = np.zeros(layer.dims.experts, np.int64)
@@ -95,16 +97,20 @@ class BatchMeasurement:
         """Measure rows that belong to one row of the statistics `name`."""
         stats, absmax_K = self._measure(x_TK, module)
         self._current[name, row] = (x_TK, stats)
-        absmax_EK = torch.zeros(experts, x_TK.shape[-1], device=self._layer.device)
-        absmax_EK[row] = absmax_K
-        self._stats(name, absmax_EK).add(absmax_EK, self._batch.kind, stats, np.full(x_TK.shape[0], row))
+        if experts == 1:
+            self._put(name, BatchStats.of(absmax_K.unsqueeze(0), stats))
+            return stats
+        if name not in self.inputs:
+            none_EK, no_rows = absmax_K.new_zeros(experts, len(absmax_K)), stats.take(np.zeros(0, np.int64))
+            self.inputs[name] = BatchStats.of(none_EK, no_rows)
+        self.inputs[name].add_rows(row, absmax_K, stats)
         return stats
 
-    def _stats(self, name: str, like_EK: Tensor) -> InputStats:
-        if name not in self.inputs:
-            kinds, device = self._layer.kinds, self._layer.device
-            self.inputs[name] = InputStats.empty(like_EK.shape[0], like_EK.shape[1], kinds, device)
-        return self.inputs[name]
+    def _put(self, name: str, stats: BatchStats) -> None:
+        if name in self.inputs:
+            self.inputs[name].merge(stats)
+        else:
+            self.inputs[name] = stats
 
     def _same(self, name: str, expert: int, x_TK: Tensor) -> bool:
         """Whether `x_TK` is the tensor that was measured under this name in this batch."""
@@ -158,7 +164,7 @@ class BatchMeasurement:
         for key in keys:
             self.input_of.update({key._replace(expert=expert): found for expert in range(self._layer.dims.experts)})
         absmax_EK = self._expert_absmax.pop(projection)
-        self._stats(found, absmax_EK).add(absmax_EK, self._batch.kind, stats, routing.expert.cpu().numpy())
+        self._put(found, BatchStats.of(absmax_EK, stats, routing.expert.cpu().numpy()))
 
     def _keep_rows(self, name: str, x_TH: Tensor) -> None:
         """Evenly spaced rows."""

@@ -124,7 +124,10 @@ class LayerObserver:
                     "report this model",
                 )
         for name, stats in batch.inputs.items():
-            self.inputs[name] = self.inputs[name].merge(stats) if name in self.inputs else stats
+            if name not in self.inputs:
+                experts, k = stats.absmax.shape
+                self.inputs[name] = InputStats.empty(experts, k, self._layer.kinds, self._layer.device)
+            self.inputs[name].add(stats, batch.kind)
         self.rows.update(batch.rows)
         self.routed += batch.routed
         for name, rows in batch.entered.items():
@@ -138,7 +141,7 @@ class LayerObserver:
                 for projection, x in (("in", x_SH), ("down", activated(module, expert, x_SH))):
                     key = self._projection_keys(module, projection)[0]._replace(expert=expert)
                     tokens, absmax_K = input_stats(x)
-                    self.inputs[self.input_of[key]].add_unrouted(expert, absmax_K, tokens)
+                    self.inputs[self.input_of[key]].add_rows(expert, absmax_K, tokens)
 
     def _attach_linear(self, name: str, module: nn.Module) -> list[Any]:
         key = parameter_key(self._layer.arch, f"{self._layer.prefix}.{name}.weight")

@@ -57,11 +57,14 @@ class GemmSummary(Strict):
         quantized: whether the recipe converts it.
         tokens: rows that entered it.
         absmax: largest magnitude of its input; 0 when it saw no token.
-        token_error: relative error of its input after per-token INT8, ||x - q(x)|| / ||x||.
+        token_error: relative error of its input after per-token INT8, ||x - q(x)|| / ||x||. It is measured on every row
+            of a batch of fewer than 256 rows, and of a larger one on the largest 1/16 of the rows and on every n-th of
+            the others by size, each counted n times, n = min(8, rows / 128).
         group_error: the same with groups of `group_size`.
         group_size: 128, or the largest divisor of K below it.
         outlier_channels: input channels whose absolute maximum exceeds 6 x the median channel's.
-        fallback: what its activation statistics were taken from instead, "" when its own.
+        fallback: what its activation statistics were taken from instead, "" when its own; after "errors: " what its
+            two errors alone were taken from, where none of an expert's rows was among the measured ones.
     """
 
     name: str

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.calibrate.statistics import EDGES, InputStats, clipping_shares, input_stats, token_stats
+from quantkit.calibrate.statistics import (
+    EDGES,
+    BatchStats,
+    InputStats,
+    TokenStats,
+    clipping_shares,
+    input_stats,
+    measured_rows,
+    token_stats,
+)
 from quantkit.spec.scheme import group_size_for
 
 
@@ -26,10 +35,44 @@ def test_row_statistics(shape: tuple[int, int]) -> None:
     array = x.numpy()
     np.testing.assert_array_equal(channels.numpy(), np.abs(array).max(0))
     np.testing.assert_array_equal(found.absmax, np.abs(array).max(-1))
-    np.testing.assert_allclose(found.square, (array.astype(np.float64) ** 2).sum(-1), rtol=2e-5)
+    measured, stands_for = measured_rows(found.absmax)
+    count = np.zeros(shape[0])
+    count[measured] = stands_for
+    assert bool((count == 1).all()) == (shape[0] < 256)
+    np.testing.assert_allclose(found.square, count * (array.astype(np.float64) ** 2).sum(-1), rtol=2e-5)
     tiny = 1e-12 * float(found.square.max())  # a value at the end of its range is exact up to the scale's own rounding
-    np.testing.assert_allclose(found.token_error, ref_error(array, shape[1]), rtol=1e-3, atol=tiny)
-    np.testing.assert_allclose(found.group_error, ref_error(array, group_size_for(shape[1])), rtol=1e-3, atol=tiny)
+    for name, group in (("token_error", shape[1]), ("group_error", group_size_for(shape[1]))):
+        np.testing.assert_allclose(getattr(found, name), count * ref_error(array, group), rtol=1e-3, atol=tiny)
+
+
+@pytest.mark.parametrize("tokens", [1, 255, 256, 777, 1024, 3000])
+def test_rows_that_are_measured_stand_for_all(tokens: int) -> None:
+    absmax = np.random.default_rng(tokens).lognormal(size=tokens).astype(np.float32)
+    rows, stands_for = measured_rows(absmax)
+    step = max(1, min(8, tokens // 128))
+    assert len(set(rows.tolist())) == len(rows)
+    assert set(stands_for.tolist()) <= {1.0, float(step)}
+    assert abs(stands_for.sum() - tokens) < step
+    if step > 1:
+        largest = set(np.argsort(absmax)[-(tokens // 16) :].tolist())
+        assert {int(row) for row, count in zip(rows, stands_for, strict=True) if count == 1} == largest
+        assert len(rows) < 0.6 * tokens
+
+
+@pytest.mark.parametrize("k", [96, 768])
+def test_errors_of_part_of_the_rows_are_those_of_all(k: int) -> None:
+    """Sequences whose first token is a thousand times the others and holds most of the squares, as in real models."""
+    generator = np.random.default_rng(3)
+    x = generator.standard_normal((6, 512, k)) * generator.lognormal(sigma=1.0, size=(6, 512, 1))
+    x[:, 0] *= 3.0
+    x[:, 0, 5] = generator.uniform(600, 1400, 6)
+    rows = x.reshape(-1, k).astype(np.float32)
+    found = token_stats(torch.from_numpy(rows))
+    assert (found.square > 0).mean() < 0.2
+    square = (rows.astype(np.float64) ** 2).sum()
+    for name, group in (("token_error", k), ("group_error", group_size_for(k))):
+        part = getattr(found, name).sum(dtype=np.float64) / found.square.sum(dtype=np.float64)
+        assert np.sqrt(part) == pytest.approx(np.sqrt(ref_error(rows, group).sum() / square), rel=0.03), name
 
 
 def test_no_rows() -> None:
@@ -64,7 +107,7 @@ def filled(rows: torch.Tensor, owner: np.ndarray, kind: np.ndarray, experts: int
         absmax = torch.stack(
             [x[of == e].abs().amax(0) if (of == e).any() else torch.zeros(rows.shape[1]) for e in range(experts)]
         )
-        total.add(absmax, each, token_stats(x), of)
+        total.add(BatchStats.of(absmax, token_stats(x), of), each)
     return total
 
 
@@ -93,12 +136,28 @@ def test_merge_and_pool_equal_one_pass() -> None:
     generator = np.random.default_rng(2)
     rows = torch.from_numpy(generator.standard_normal((40, 16), np.float32))
     owner, kind = generator.integers(0, 3, 40), generator.integers(0, 2, 40)
-    whole = filled(rows, owner, kind)
-    merged = filled(rows[:23], owner[:23], kind[:23]).merge(filled(rows[23:], owner[23:], kind[23:]))
+    whole, merged = filled(rows, owner, kind), filled(rows[:23], owner[:23], kind[:23])
+    merged.merge(filled(rows[23:], owner[23:], kind[23:]))
     pooled = filled(rows, np.zeros(40, np.int64), kind, experts=1)
-    for other, wanted in ((merged, whole), (whole.over_experts(), pooled)):
-        for name, tensor in other.tensors().items():
+    one_by_one = InputStats.empty(3, 16, 2, torch.device("cpu"))
+    for row, expert in zip(rows, owner.tolist(), strict=True):
+        one_by_one.add_rows(expert, row.abs(), token_stats(row[None]))
+    for other, wanted in ((merged, whole), (one_by_one, whole), (whole.over_experts(), pooled)):
+        tensors = other.tensors()
+        del tensors["absmax_by_kind"]  # `add` alone knows of kinds
+        for name, tensor in tensors.items():
             torch.testing.assert_close(tensor, wanted.tensors()[name], rtol=1e-9, atol=0)
+
+
+def test_experts_without_a_measured_row_are_told_from_zeros() -> None:
+    found = token_stats(torch.ones(3, 8))
+    part = TokenStats(
+        found.absmax, *(each * np.float32([1, 0, 0]) for each in (found.square, found.token_error)), found.group_error
+    )
+    absmax = torch.tensor([[1.0] * 8, [1.0] * 8, [0.0] * 8])
+    stats = InputStats.empty(3, 8, 1, torch.device("cpu"))
+    stats.add(BatchStats.of(absmax, part, np.array([0, 1, 1])), 0)
+    assert [stats.is_measured(expert) for expert in range(3)] == [True, False, True]
 
 
 def test_outlier_channels() -> None:
