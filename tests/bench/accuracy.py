@@ -7,15 +7,15 @@ checkpoint form is loaded in the same way for all, by transformers with compress
 runtime (whose INT8 products are exact, and which divides by 127 where compressed-tensors divides by 127.5). Mixtures
 of experts and shards load in the runtime alone; the peer is measured on the dense model.
 The peer calibrates on 128 samples of 512 tokens from calibration_data, ours as the recipes say; times are whole
-commands for ours (calibrate and convert) and the call alone for the peer. `--small` uses four layers and few windows:
-it tries the harness and measures nothing.
+commands, ours (calibrate and convert) and the peer's, whose call alone stands beside. `--small` uses four layers and
+few windows: it tries the harness and measures nothing.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,13 @@ CHANGE_TARGETS: Mapping[tuple[bool, str], Mapping[str, float]] = {
 
 @dataclass(frozen=True)
 class Made:
-    """A candidate's folder, what it took and what text it saw."""
+    """A candidate's folder, what it took and what text it saw.
+
+    Attributes:
+        seconds: whole commands, from the start of the process to its end.
+        call_seconds: a peer's call alone: its imports, loading the model and saving it are not in it; None for ours.
+        kept_share: of the weights of GEMMs, what the recipe's budget left in the source's dtype.
+    """
 
     name: str
     folder: Path
@@ -70,7 +76,7 @@ class Made:
     seconds: float
     tokens: int
     kept_share: float = 0.0
-    """Of the weights of GEMMs, what the recipe's budget left in the source's dtype."""
+    call_seconds: float | None = None
 
 
 # ----------------------------------------------------------------------------------------------- candidates
@@ -109,8 +115,47 @@ def peer(method: str, source: Path, work: Path, samples: Path, device: str) -> M
     script = common.BENCH / "peer_llmcompressor.py"
     words = ["oneshot", source, out, "--method", method, "--device", device]
     words += [] if method == "rtn" else ["--samples", samples]
-    result = last_line(common.run([peers.python_of("llmcompressor"), script, *words]))
-    return Made(name, out, ("compressed-tensors", "quantkit-runtime"), result["seconds"], result["calibration_tokens"])
+    run = common.run([peers.python_of("llmcompressor"), script, *words])
+    result = last_line(run)
+    loaders = ("compressed-tensors", "quantkit-runtime")
+    return Made(name, out, loaders, run.seconds, result["calibration_tokens"], call_seconds=result["seconds"])
+
+
+def made_before(work: Path, row: Mapping[str, Any] | None) -> Made | None:
+    """What an earlier run made and noted; None where it is gone, or a peer was noted by the time of its call alone."""
+    if row is None or not (work / row["folder"] / "config.json").is_file():
+        return None
+    if is_peer(row["name"]) and row.get("call_seconds") is None:
+        return None
+    return Made(**{**row, "folder": work / row["folder"], "loaders": tuple(row["loaders"])})
+
+
+def is_peer(name: str) -> bool:
+    return name.startswith("llmcompressor")
+
+
+def time_and_text(made: Sequence[Made]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of a table."""
+    headings = ["", "seconds", "of them the call", "calibration tokens", "weights kept"]
+    calls = {row.name: "" if row.call_seconds is None else f"{row.call_seconds:.1f}" for row in made}
+    rows = [[m.name, f"{m.seconds:.1f}", calls[m.name], f"{m.tokens:,}", f"{m.kept_share:.1%}"] for m in made]
+    return headings, rows
+
+
+def noted(row: Made) -> dict[str, Any]:
+    """Time and text of a candidate, for the results."""
+    return {
+        "seconds": row.seconds,
+        "call_seconds": row.call_seconds,
+        "calibration_tokens": row.tokens,
+        "kept_share": row.kept_share,
+    }
+
+
+def time_targets(report: common.Report, best: Made, rival: Made) -> None:
+    """Whole command against whole command."""
+    report.target(f"{best.name}: time of commands against SmoothQuant + GPTQ", best.seconds / rival.seconds, 0.5)
+    report.target(f"{best.name}: tokens against SmoothQuant + GPTQ", best.tokens / rival.tokens, 4, at_most=False)
 
 
 def only(row: Made, loaders: list[str]) -> Made:
@@ -140,12 +185,8 @@ def make(model: str, source: Path, work: Path, args: Any) -> list[Made]:
         jobs |= {f"llmcompressor {m}": lambda m=m: peer(m, source, work, samples, args.device) for m in PEER_METHODS}
     made = []
     for name, job in jobs.items():
-        row = known.get(name)
-        if row and (work / row["folder"] / "config.json").is_file():
-            found = Made(
-                name, work / row["folder"], tuple(row["loaders"]), row["seconds"], row["tokens"], row["kept_share"]
-            )
-        else:
+        found = made_before(work, known.get(name))
+        if found is None:
             print(f"{model}: {name} ...", flush=True)
             found = job()
         made.append(found)
@@ -215,13 +256,11 @@ def targets(report: common.Report, model: str, made: list[Made], found: Mapping[
             layers = found["candidates"][name][kind]["routing_agreement_by_layer"].values()
             report.target(f"{model} {row.name}, {kind}: least routing agreement", min(layers), 0.995, at_most=False)
     by_name = {row.name: row for row in made}
-    best, rivals = by_name.get(BEST), [row for row in made if row.name.startswith("llmcompressor")]
+    best, rivals = by_name.get(BEST), [row for row in made if is_peer(row.name)]
     if best is None or not rivals:
         return
     against_peers(report, best, rivals, found)
-    slow = by_name["llmcompressor smoothquant-gptq"]
-    report.target(f"{BEST}: time against SmoothQuant + GPTQ", best.seconds / slow.seconds, 0.5)
-    report.target(f"{BEST}: tokens against SmoothQuant + GPTQ", best.tokens / slow.tokens, 4, at_most=False)
+    time_targets(report, best, by_name["llmcompressor smoothquant-gptq"])
 
 
 def against_peers(report: common.Report, best: Made, rivals: list[Made], found: Mapping[str, Any]) -> None:
@@ -254,15 +293,9 @@ def run_model(model: str, args: Any) -> None:
     found = measure(source, made, limit, args.device)
     scoring.show(found["candidates"])
     print("\ntime and text")
-    common.table(
-        ["", "seconds", "calibration tokens", "weights kept"],
-        [[m.name, f"{m.seconds:.1f}", f"{m.tokens:,}", f"{m.kept_share:.1%}"] for m in made],
-    )
+    common.table(*time_and_text(made))
     report.data |= {"source": found["source"], "candidates": found["candidates"]}
-    report.data["made"] = {
-        row.name: {"seconds": row.seconds, "calibration_tokens": row.tokens, "kept_share": row.kept_share}
-        for row in made
-    }
+    report.data["made"] = {row.name: noted(row) for row in made}
     targets(report, model, made, found)
     report.write()
 

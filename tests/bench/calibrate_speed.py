@@ -4,7 +4,8 @@
 
 The first layers of SmolLM2, in float32 on the CPU. Statistics: the pass of recipe w8a8 and one that only runs the
 layers, over the same batches, as many at a time, in turns in one process; the median counts. Then whole commands
-(calibrate and convert) of `w8a8-best` with its 512 samples against the call of the peer's SmoothQuant + GPTQ with 128.
+(calibrate and convert) of `w8a8-best` with its 512 samples against the whole command of the peer's SmoothQuant + GPTQ
+with 128, whose call alone stands beside.
 """
 
 from __future__ import annotations
@@ -66,10 +67,9 @@ def against_peer(report: common.Report, source: Path, work: Path, small: bool) -
     options = ["--device", "cpu", *(["--samples", "24", "--seq-len", "64"] if small else [])]
     mine = accuracy.ours(accuracy.BEST, source, work, True, options)
     theirs = accuracy.peer(PEER, source, work, samples, "cpu")
-    report.data["made"] = {row.name: {"seconds": row.seconds, "tokens": row.tokens} for row in (mine, theirs)}
-    common.table(["", "seconds", "tokens"], [[r.name, f"{r.seconds:.1f}", f"{r.tokens:,}"] for r in (mine, theirs)])
-    report.target(f"{mine.name}: time against SmoothQuant + GPTQ", mine.seconds / theirs.seconds, 0.5)
-    report.target(f"{mine.name}: tokens against SmoothQuant + GPTQ", mine.tokens / theirs.tokens, 4, at_most=False)
+    report.data["made"] = {row.name: accuracy.noted(row) for row in (mine, theirs)}
+    common.table(*accuracy.time_and_text((mine, theirs)))
+    accuracy.time_targets(report, mine, theirs)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@
 `convert` is `model_free_ptq` with the preset W8A8, file by file. `oneshot` builds the model and runs modifiers on it,
 as its examples do: W8A8 on every Linear but lm_head, SmoothQuant of strength 0.8 with its own mappings, GPTQ with its
 defaults. Samples are token ids, one `{"input_ids": [...]}` a line, drawn from the text that ours calibrate on.
-The last line of stdout is a JSON object with the seconds of the call itself, imports and loading not counted.
+The last line of stdout is a JSON object with the seconds of the call itself: imports, loading and saving not counted.
 """
 
 from __future__ import annotations

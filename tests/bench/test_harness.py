@@ -144,6 +144,58 @@ def test_missed_targets_are_marked(capsys):
     assert "MISSED" in capsys.readouterr().out
 
 
+def test_whole_commands_are_compared_and_the_call_stands_beside(tmp_path, monkeypatch, capsys):
+    """A peer that says its call took 4 s of a process of 10 s, against ours of 6 s."""
+    import accuracy
+    import common
+
+    said = json.dumps({"seconds": 4.0, "calibration_tokens": 500})
+    measured = common.Measured(10.0, 10.0, 0, 0, 0, 1, f"a line of its own\n{said}\n")
+    monkeypatch.setattr(common, "run", lambda command: measured)
+    rival = accuracy.peer("smoothquant-gptq", tmp_path, tmp_path, tmp_path / "samples.jsonl", "cpu")
+    best = accuracy.Made(accuracy.BEST, tmp_path, ("quantkit-runtime",), 6.0, 2000, 0.2)
+    assert (rival.seconds, rival.call_seconds) == (10.0, 4.0)
+    assert accuracy.noted(rival) == {"seconds": 10.0, "call_seconds": 4.0, "calibration_tokens": 500, "kept_share": 0.0}
+    assert accuracy.noted(best)["call_seconds"] is None
+    report = common.Report("harness", True, {})
+    accuracy.time_targets(report, best, rival)
+    assert [(row["value"], row["met"]) for row in report.data["targets"]] == [(0.6, False), (4.0, True)]
+    capsys.readouterr()
+    common.table(*accuracy.time_and_text([best, rival]))
+    ours, theirs = (line.split() for line in capsys.readouterr().out.splitlines()[1:])
+    assert (ours[1], theirs[2:4]) == ("6.0", ["10.0", "4.0"])
+
+
+def test_candidates_of_an_earlier_run_are_taken_with_their_times(tmp_path):
+    """As `made.json` holds them; one of a peer from before whole commands were timed is made again."""
+    import accuracy
+
+    ours = accuracy.Made(accuracy.BEST, tmp_path / "best", ("quantkit-runtime",), 6.0, 2000, 0.2)
+    peer = accuracy.Made("llmcompressor rtn", tmp_path / "rtn", ("compressed-tensors",), 10.0, 0, call_seconds=4.0)
+    for made in (ours, peer):
+        made.folder.mkdir()
+        (made.folder / "config.json").write_text("{}")
+    rows = {made.name: json.loads(json.dumps({**vars(made), "folder": made.folder.name})) for made in (ours, peer)}
+    assert [accuracy.made_before(tmp_path, row) for row in rows.values()] == [ours, peer]
+    for row in rows.values():
+        del row["call_seconds"]
+    assert [accuracy.made_before(tmp_path, row) for row in rows.values()] == [ours, None]
+    assert accuracy.made_before(tmp_path, {**rows[ours.name], "folder": "gone"}) is None
+    assert accuracy.made_before(tmp_path, None) is None
+
+
+def test_results_of_every_age_are_summed_up(capsys):
+    """Those that are committed; none of the older ones has the times of a peer's whole commands."""
+    import common
+    import summary
+
+    found = summary.results(common.RESULTS)
+    rows = summary.targets(found)
+    assert "accuracy-smollm2-135m" in found
+    summary.show(found, rows)
+    assert capsys.readouterr().out.count("\n") > len(rows)
+
+
 def test_the_summary_says_what_the_results_say(tmp_path, capsys, monkeypatch):
     import common
     import summary
