@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from quantkit.archs import roles_snippet
 from quantkit.cli import main
 from quantkit.console import console, print_json
-from quantkit.errors import InputError, one_line, printable
+from quantkit.errors import InputError, first_line, one_line, printable
 
 EVIL = "\x1b[2J\x9b31m\x07\x7f\u202egpj"
 SHOWN = r"\x1b[2J\x9b31m\x07\x7f\u202egpj"
@@ -40,6 +40,17 @@ def test_control_characters_become_escapes_and_everything_else_stays() -> None:
 def test_no_name_forges_a_line_of_an_error() -> None:
     text = str(InputError("bad\nnext: forged", "real", items=["one\nnext: forged"]))
     assert [line for line in text.splitlines() if line.startswith("next:")] == ["next: real"]
+
+
+def test_an_error_keeps_the_beginning_of_a_text_that_is_a_whole_file() -> None:
+    whole = "x" * 10**6
+    error = InputError(f"answered {whole}", whole, items=[whole] * 99, choices=[whole] * 9)
+    assert len(str(error)) < 24 * 4200
+    assert str(error).count(" more characters)") == 1 + 20 + 1 + 1
+    assert error.message.startswith("answered xxx")
+    assert error.message.endswith("... (995,913 more characters)")
+    assert len(error.items) == 99
+    assert first_line(ValueError(whole)).endswith("... (995,904 more characters)")
 
 
 def test_lines_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
