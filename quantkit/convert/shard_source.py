@@ -123,8 +123,7 @@ class ShardedSource(Source):
     def __init__(self, root: Path, manifest: Manifest, extra_roles: Mapping[str, str] | None = None) -> None:
         self.root, self.manifest = root, manifest
         self.config = read_json(root / "config.json")
-        recorded = manifest.recipe.get("roles")
-        roles = {**(recorded if isinstance(recorded, dict) else {}), **(extra_roles or {})}
+        roles = {**manifest.recipe_roles, **(extra_roles or {})}
         self.arch = with_roles(architecture_for(self.config), roles) if roles else architecture_for(self.config)
         self.dims = self.arch.dims(self.config)
         names = sorted({record.file for record in manifest.tensors})

@@ -22,7 +22,7 @@ from quantkit.convert.hashing import hash_file
 from quantkit.convert.nonweights import is_ours
 from quantkit.convert.sample import Sample
 from quantkit.convert.signing import verifier
-from quantkit.convert.verify_source import check_source, recorded_roles
+from quantkit.convert.verify_source import check_source
 from quantkit.errors import QuantkitError
 from quantkit.outdir import WORK_NAME
 from quantkit.spec.files import read_whole
@@ -121,7 +121,7 @@ def _model(folder: Path, manifest: Manifest) -> tuple[int, list[str], str]:
         for field, value in said.items()
         if value != getattr(manifest, field)
     ]
-    arch = with_roles(arch, recorded_roles(manifest))
+    arch = with_roles(arch, manifest.recipe_roles)
     for role in sorted({record.role for record in manifest.tensors}):
         arch.role(role)
     failures += _names(manifest, arch)
@@ -237,7 +237,7 @@ def _check_checkpoint(folder: Path, manifest: Manifest | None, checks: Checks) -
     opened: list[Source] = []
 
     def classify() -> tuple[int, list[str], str]:
-        opened.append(Source(folder, extra_roles=recorded_roles(manifest)))
+        opened.append(Source(folder, extra_roles=manifest.recipe_roles if manifest else {}))
         source = opened[0]
         return len(source.entries), [f"{name}: no role" for name in source.unclassified], "; ".join(source.notes)
 

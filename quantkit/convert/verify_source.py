@@ -83,7 +83,7 @@ def _transformed(
 ) -> tuple[int, list[str], str]:
     """Open the source and apply the recipe's methods, which must come to the recorded steps."""
     if manifest is None or not manifest.transforms:
-        opened.append(open_source(root, extra_roles=recorded_roles(manifest)))
+        opened.append(open_source(root, extra_roles=manifest.recipe_roles if manifest else {}))
         return 0, [], "no transforms"
     source = open_transformed(root, recorded(manifest.recipe), artifact=calibration)
     opened.append(source)
@@ -140,9 +140,3 @@ def _parameters(source: Source, manifest: Manifest) -> tuple[int, list[str], str
     if written + dropped != manifest.parameters:
         failures.append(f"written {written:,} and dropped {dropped:,} do not add up to {manifest.parameters:,}")
     return actual, failures, ""
-
-
-def recorded_roles(manifest: Manifest | None) -> dict[str, str]:
-    """Roles that the recipe of a conversion gave to names."""
-    recorded = manifest.recipe.get("roles") if manifest else None
-    return dict(recorded) if isinstance(recorded, dict) else {}

@@ -196,6 +196,18 @@ class Manifest(Strict):
     environments: tuple[Environment, ...] = ()
     digest: str = ""
 
+    @property
+    def recipe_roles(self) -> dict[str, str]:
+        """Pattern -> role that the recipe added (`archs.extra`).
+
+        Raises:
+            InputError: they are no such table.
+        """
+        roles = self.recipe.get("roles", {})
+        if not isinstance(roles, dict) or not all(isinstance(text, str) for pair in roles.items() for text in pair):
+            raise InputError("the manifest's recipe holds `roles` that are no names", "run `quantkit convert` again")
+        return roles
+
 
 def manifest_path(folder: Path) -> Path | None:
     """The manifest of a converted folder, None when it has none."""

@@ -40,6 +40,14 @@ def test_written_and_read(tmp_path: Path) -> None:
     assert manifest_bytes(found) == path.read_bytes()
 
 
+def test_roles_of_the_recipe_are_names() -> None:
+    assert example().recipe_roles == {}
+    assert example(recipe={"roles": {"layers.*.wi": "mlp.up"}}).recipe_roles == {"layers.*.wi": "mlp.up"}
+    for wrong in ([], "mlp.up", None, {"layers.*.wi": ["mlp.up"]}, {"layers.*.wi": 1}):
+        with pytest.raises(InputError, match="`roles` that are no names"):
+            _ = example(recipe={"roles": wrong}).recipe_roles
+
+
 def test_a_mesh_beyond_all_bounds_is_a_broken_manifest(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     path.write_bytes(manifest_bytes(example()).replace(b'"tp": 1', b'"tp": 99999999'))
