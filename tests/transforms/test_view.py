@@ -72,7 +72,8 @@ def test_blocks_on_several_threads_are_the_whole_bit_for_bit(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
 @pytest.mark.parametrize("family", ROTATED)
 def test_an_accelerator_computes_the_bits_of_the_cpu(tiny: Tiny, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, methods = Source(tiny(family)), [method(name).options(name=name) for name in ("rotate", "balance")]
+    names = ("rotate",) if family == "gpt_oss" else ("rotate", "balance")  # its feed-forward is not linear in up
+    source, methods = Source(tiny(family)), [method(name).options(name=name) for name in names]
     here, there = view_of(source, methods), view_of(source, methods, device="cuda")
     for block in (1 << 23, 512):
         monkeypatch.setattr("quantkit.checkpoint.transformed.ACCELERATOR_BLOCK", block)
