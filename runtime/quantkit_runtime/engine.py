@@ -132,7 +132,8 @@ class Engine:
             request.done = chunk.stop
         ready = [row for row, request in enumerate(rows) if request.done == len(request.tokens)]
         grown = [rows[row] for row in ready]
-        for request, token in zip(grown, self._choose(logits[ready], grown) if ready else [], strict=True):
+        own = logits if len(ready) == len(rows) else logits[ready]  # picking rows waits for the device
+        for request, token in zip(grown, self._choose(own, grown) if ready else [], strict=True):
             request.tokens.append(token)
             request.stopped = token in self.stop
             if request.ended:
@@ -175,10 +176,13 @@ class Engine:
                 self.counts.preemptions += 1
 
     def _choose(self, logits_BV: Tensor, requests: list[Request]) -> list[int]:
-        if not bool(torch.isfinite(logits_BV).all()):
-            raise NonFiniteError("the logits of a new token are not finite", "compare with --dtype float32")
+        finite_B = torch.isfinite(logits_BV).all(-1)
         if self.sampling.is_argmax:
-            chosen: list[int] = logits_BV.argmax(-1).tolist()
-            return chosen
-        pairs = zip(logits_BV, requests, strict=True)
-        return [self.sampling.pick(logits, request.tokens, request.generator) for logits, request in pairs]
+            chosen: list[int] = logits_BV.argmax(-1).masked_fill_(~finite_B, -1).tolist()  # the one wait of a step
+        else:
+            pairs = zip(logits_BV, requests, strict=True)
+            bad = not bool(finite_B.all())
+            chosen = [-1 if bad else self.sampling.pick(row, one.tokens, one.generator) for row, one in pairs]
+        if min(chosen) < 0:
+            raise NonFiniteError("the logits of a new token are not finite", "compare with --dtype float32")
+        return chosen
