@@ -27,8 +27,13 @@ from quantkit_runtime.kv_cache import KvCache, Layer, LayerSpec
 
 NAME = "quantkit_paged"
 PROBE = "quantkit_probe"
+ROPE_PROOF = "quantkit_rope_proof"
 _SCORES = 2**24
 """Scores that are held at once where torch has no fused attention (softcaps, sinks): 64 MiB in float32."""
+
+
+Rope = tuple[Tensor, Tensor]
+"""cos and sin of tokens."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,8 @@ class Step:
 
     Attributes:
         cache: the pool.
-        write: puts keys and values `[T, G, D]` of the tokens into a layer.
+        write: puts keys and values `[T, G, D]` of the tokens into a layer and gives back their queries `[T, H, D]`;
+            with cos and sin `[T, R]` it rotates queries and keys first (see `kernels.reference.rotated`).
         table: int32 `[B, groups, blocks]`, padded with 0; a layer reads that of its group.
         kernel: `paged_decode` or `paged_prefill` (see `kernels.reference`), None for attention in torch.
         where: what the kernel takes behind the table: lengths of the sequences, or tiles of their queries.
@@ -45,7 +51,7 @@ class Step:
     """
 
     cache: KvCache
-    write: Callable[[Layer, Tensor, Tensor], None]
+    write: Callable[[Layer, Tensor, Tensor, Tensor, Rope | None], Tensor]
     table: Tensor
     kernel: Callable[..., Tensor] | None = None
     where: Tensor | Tiles | None = None
@@ -53,11 +59,12 @@ class Step:
 
 
 def register() -> None:
-    """Make both attention functions known to transformers; masks are made for the probe alone."""
+    """Make these attention functions known to transformers; masks are made for the probe alone."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, paged_attention)
     AttentionInterface.register(PROBE, _probe_attention)
+    AttentionInterface.register(ROPE_PROOF, _rope_proof)
     AttentionMaskInterface.register(PROBE, _Mask)
 
 
@@ -89,7 +96,8 @@ def paged_attention(
     layer = step.cache.layers[module.layer_idx]
     window, block, tables = layer.spec.window, step.cache.format.block, step.table[:, layer.group]
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
-    step.write(layer, k_TGD, v_TGD)
+    rope = left_rope(module, query, key)
+    q_THD = step.write(layer, q_THD, k_TGD, v_TGD, rope and (rope[0][0], rope[1][0]))
     if step.kernel is not None:
         stores = layer.keys.data, layer.keys.scale, layer.values.data, layer.values.scale
         seen = step.kernel(q_THD, *stores, tables, step.where, scaling, s_aux, window, softcap or 0.0)
@@ -103,6 +111,23 @@ def paged_attention(
         out.append(attend(q, k, v, scaling, window, softcap, s_aux))
         first += queries
     return torch.cat(out, 1).transpose(0, 1).unsqueeze(0), None
+
+
+def leave_rope(query: Tensor, key: Tensor, cos_1TR: Tensor, sin_1TR: Tensor) -> None:
+    """Leave the rotation of queries and keys to the write into the cache; attention must get these very tensors."""
+    query.rope = key.rope = cos_1TR, sin_1TR  # type: ignore[attr-defined]
+
+
+def left_rope(module: Any, query: Tensor, key: Tensor) -> Rope | None:
+    """What was left for these tensors; None where they come rotated.
+
+    Raises:
+        RuntimeError: the layer `leaves_rope`, and the model has put other tensors in their place.
+    """
+    rope: Rope | None = getattr(query, "rope", None)
+    if getattr(key, "rope", None) is not rope or (rope is None and getattr(module, "leaves_rope", False)):
+        raise RuntimeError("queries and keys changed between their rotation and attention")
+    return rope
 
 
 def attend(
@@ -149,6 +174,21 @@ def attend(
     return out.view(heads, t, -1)
 
 
+def _rope_proof(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, arrived: set[Any], **_: Any
+) -> tuple[Tensor, None]:
+    """Adds to `arrived` a module whose queries and keys come as they were when their rotation was left."""
+    rope = getattr(query, "rope", None)
+    if rope is not None and getattr(key, "rope", None) is rope:
+        arrived.add(module)
+    return _nothing(query, value), None
+
+
+def _nothing(query: Tensor, value: Tensor) -> Tensor:
+    """`[1, T, H, D]` as attention gives it, all 0."""
+    return query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
+
+
 # --------------------------------------------------------------------------------------------- probe
 
 
@@ -184,7 +224,7 @@ def _probe_attention(
     else:
         dims = key.shape[3], value.shape[3]
         probe.append(LayerSpec(module.layer_idx, key.shape[1], *dims, mask.window, query.shape[1]))
-    return query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None
+    return _nothing(query, value), None
 
 
 def probe_layers(model: Any) -> tuple[LayerSpec, ...] | str:

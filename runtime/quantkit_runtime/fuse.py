@@ -8,19 +8,25 @@ stays as transformers wrote it.
 - `qkv`, `gate_up`: projections of the same input become one product, whose parts are handed out.
 - `act_quant`: silu(gate) * up is quantized in the kernel that computes it, in dense MLPs and in routed experts.
 - `norm_quant`: an RMSNorm hands its quantized output to the INT8 layers that read it.
+- `rope`: queries and keys are rotated in the kernel that writes the keys into the paged cache.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.errors import UsageError
+from quantkit.errors import UsageError, first_line
+from quantkit_runtime import attention
 from quantkit_runtime.kernels import registry
+from quantkit_runtime.kernels.reference import rotated
 from quantkit_runtime.layers import Int8Linear
 
 TOKENS = 3
@@ -44,11 +50,12 @@ class Outcome:
         return text + (f", {len(self.refused)} left as they were ({self.refused[0]})" if self.refused else "")
 
 
-def apply(model: nn.Module, names: Iterable[str] | None = None) -> list[Outcome]:
+def apply(model: nn.Module, names: Iterable[str] | None = None, *, paged: bool = True) -> list[Outcome]:
     """Run passes in order on a loaded model.
 
     Args:
         names: of `PASSES`; None means all of them.
+        paged: keys and values go into the paged cache; `rope` has nothing to do elsewhere.
 
     Raises:
         UsageError: an unknown name.
@@ -57,7 +64,7 @@ def apply(model: nn.Module, names: Iterable[str] | None = None) -> list[Outcome]
     if unknown := sorted(set(chosen) - set(PASSES)):
         raise UsageError(f"unknown fusion {', '.join(unknown)}", choices=list(PASSES))
     with torch.no_grad():
-        done = [_outcome(name, PASSES[name](model)) for name in PASSES if name in chosen]
+        done = [_outcome(name, PASSES[name](model)) for name in PASSES if name in chosen and (paged or name != "rope")]
     model.__dict__["fusions"] = done  # no part of the model: its state and its modules stay those of transformers
     return done
 
@@ -305,10 +312,84 @@ def _difference(got: list[Tensor], want: list[Tensor]) -> str:
     return ""
 
 
+# ---------------------------------------------------------------------------------- rotation and the cache
+
+_ROPE = "apply_rotary_pos_emb"
+"""What the attention of transformers' models rotates queries and keys with: a function of its own module's globals."""
+
+
+class _LaterRope:
+    """What one attention module calls in its place: over the paged cache it leaves the rotation to the write."""
+
+    def __init__(self, module: Any, rotate: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        self.module, self.rotate, self.reason = module, rotate, "it rotates with another function"
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Any:
+        kind = self.module.config._attn_implementation
+        if kind == attention.ROPE_PROOF:
+            self.reason = self._difference(q, k, cos, sin, self.rotate(q, k, cos, sin, *rest, **options))
+        if kind in (attention.NAME, attention.ROPE_PROOF):
+            attention.leave_rope(q, k, cos, sin)
+            return q, k
+        return self.rotate(q, k, cos, sin, *rest, **options)
+
+    def _difference(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, want: tuple[Tensor, Tensor]) -> str:
+        if cos.ndim != 3 or sin.shape != cos.shape or cos.shape[-1] > q.shape[-1] or q.shape[-2] != cos.shape[1]:
+            return "its rotation takes another cos and sin"
+        got = [rotated(x[0].transpose(0, 1), cos[0], sin[0]).transpose(0, 1).unsqueeze(0) for x in (q, k)]
+        reason = _difference(got, list(want))
+        return reason and f"its rotation is another: {reason}"
+
+
+def _rope(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """The model runs once on a few tokens, so that what is compared is what its layers really hand over."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return
+    later = {path: rope for path, module in model.named_modules() if (rope := _put_later_rope(module))}
+    arrived: set[Any] = set()
+    device = next(model.parameters()).device
+    ids = torch.arange(1, 1 + TOKENS, device=device).unsqueeze(0)
+    accounts: set[Any] = {layer.account for layer in model.modules() if hasattr(layer, "account")}
+    why = ""
+    with ExitStack() as stack:
+        for account in accounts:
+            stack.enter_context(account.self_test())
+        stack.enter_context(attention.implementation(model, attention.ROPE_PROOF))
+        try:
+            model(input_ids=ids, position_ids=ids, use_cache=False, arrived=arrived)
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # of code that knows no such attention
+            why = f"the model does not run with it: {first_line(error)}"
+    for path, rope in later.items():
+        changed = "" if rope.module in arrived else "its queries or keys change behind the rotation"
+        reason = why or rope.reason or changed
+        if reason:
+            del rope.module.forward
+        rope.module.leaves_rope = not reason
+        yield path, reason
+
+
+def _put_later_rope(module: Any) -> _LaterRope | None:
+    """Let the module's forward call a `_LaterRope`, where it is one that rotates: its own copy of the function, so that
+    other models of the class stay as they are."""
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    if code is None or _ROPE not in code.co_names or not hasattr(module, "layer_idx"):
+        return None
+    later = _LaterRope(module, forward.__globals__[_ROPE])
+    own = FunctionType(
+        code, {**forward.__globals__, _ROPE: later}, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    own.__kwdefaults__ = forward.__kwdefaults__
+    module.forward = MethodType(own, module)
+    return later
+
+
 PASSES: dict[str, Callable[[nn.Module], Iterator[tuple[str, str]]]] = {
     "qkv": _join("q_proj", "k_proj", "v_proj"),
     "gate_up": _join("gate_proj", "up_proj"),
     "act_quant": _act_quant,
     "norm_quant": _norm_quant,
+    "rope": _rope,
 }
 """Passes in the order in which they run."""

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import first_line
-from quantkit_runtime.attention import NAME, Step, implementation
+from quantkit_runtime.attention import NAME, Rope, Step, implementation
+from quantkit_runtime.kernels.reference import rotated
 from quantkit_runtime.kernels.tuning import tuning
 from quantkit_runtime.kv_cache import KvCache, Layer
 from quantkit_runtime.memory import cache_bytes
@@ -192,18 +193,18 @@ class PagedRunner:
             row[:, : len(groups[0])] = groups
         return padded
 
-    def _writer(self, slots_GT: Tensor) -> Callable[[Layer, Tensor, Tensor], None]:
-        """Writes a layer's keys and values to the slots of its group."""
+    def _writer(self, slots_GT: Tensor) -> Callable[[Layer, Tensor, Tensor, Tensor, Rope | None], Tensor]:
+        """Writes a layer's keys and values to the slots of its group; see `Step.write`."""
         kernel = self._rope_write
-        if kernel is None:
-            return lambda layer, k_TGD, v_TGD: layer.write(slots_GT[layer.group], k_TGD, v_TGD)
-        dim = next(iter(self.cache.layers.values())).spec.key_dim
-        cos, sin = (torch.full((slots_GT.shape[1], dim), value, device=self.device) for value in (1.0, 0.0))
 
-        def write(layer: Layer, k_TGD: Tensor, v_TGD: Tensor) -> None:
-            """The keys are rotated already: here by nothing."""
-            kv_TD, slots_T = torch.cat((k_TGD, v_TGD), 1).flatten(1), slots_GT[layer.group]
-            kernel(kv_TD, cos, sin, slots_T, layer.keys.data, layer.keys.scale, layer.values.data, layer.values.scale)
+        def write(layer: Layer, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rope: Rope | None) -> Tensor:
+            slots_T = slots_GT[layer.group]
+            if kernel is not None:
+                stores = layer.keys.data, layer.keys.scale, layer.values.data, layer.values.scale
+                return kernel(q_THD, k_TGD, v_TGD, rope, slots_T, *stores)
+            q_THD, k_TGD = (q_THD, k_TGD) if rope is None else (rotated(x, *rope) for x in (q_THD, k_TGD))
+            layer.write(slots_T, k_TGD, v_TGD)
+            return q_THD
 
         return write
 

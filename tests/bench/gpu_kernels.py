@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -217,7 +216,7 @@ class Bench:
         layers, batch = model.layers, model.batch
         normed = self.find("norm_quantize", batch).run(model.hidden, layers[0].norms[0], 1e-5, model.hidden)
         qkv = model.linear(normed.q, normed.scale, layers[0], 0)
-        q = model.rope(qkv, model.cos, model.sin, model.places, *layers[0].cache)
+        q = model.rope_write(qkv, layers[0].cache)
         gate_up = model.linear(normed.q, normed.scale, layers[0], 2)
         inner = self.find("silu_mul_quantize", batch).run(gate_up)
         decode = self.find("paged_decode", batch).run
@@ -227,9 +226,7 @@ class Bench:
                 partial(norm, model.hidden, one.norms[0], 1e-5, model.hidden) for one in layers
             ],
             "qkv": [partial(model.linear, normed.q, normed.scale, one, 0) for one in layers],
-            "rope + cache": [
-                partial(model.rope, qkv, model.cos, model.sin, model.places, *one.cache) for one in layers
-            ],
+            "rope + cache": [partial(model.rope_write, qkv, one.cache) for one in layers],
             "attention": [partial(decode, q, *one.cache, model.table, model.lengths, 0.1) for one in layers],
             "quantize": [partial(self.find("quantize", batch).run, model.hidden) for _ in layers],
             "quantize and o": [partial(model.quantize_linear, model.hidden, one, 1) for one in layers],
@@ -272,13 +269,14 @@ class Decoder:
         self.hidden = normal(batch, HIDDEN)
 
     def attend(self, qkv: Tensor, cache: tuple[Any, ...]) -> Tensor:
-        rope, decode = self.rope, self.bench.find("paged_decode", self.batch).run
-        q = rope(qkv, self.cos, self.sin, self.places, *cache)
+        decode, q = self.bench.find("paged_decode", self.batch).run, self.rope_write(qkv, cache)
         return decode(q, *cache, self.table, self.lengths, DIM**-0.5).view(self.batch, -1)
 
-    @property
-    def rope(self) -> Callable[..., Tensor]:
-        return self.bench.find("rope_write", self.batch).run
+    def rope_write(self, qkv: Tensor, cache: tuple[Any, ...]) -> Tensor:
+        parts = qkv.view(self.batch, -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        write = self.bench.find("rope_write", self.batch).run
+        rotated: Tensor = write(*parts, (self.cos, self.sin), self.places, *cache)
+        return rotated
 
 
 class Int8Decoder(Decoder):

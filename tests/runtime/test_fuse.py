@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,9 +16,17 @@ from quantkit_instruments.trace import gemm_rows
 from quantkit_runtime import fuse
 from quantkit_runtime.account import Account
 from quantkit_runtime.graft import LoadedModel
+from quantkit_runtime.kernels import reference
+from quantkit_runtime.kernels.reference import rope_write
+from quantkit_runtime.kv_cache import KvFormat
 from quantkit_runtime.layers import Int8Linear
+from quantkit_runtime.runner import Chunk, PagedRunner
+from quantkit_runtime.session import make_runner
+from tests.families import FAMILY_NAMES, VOCAB, make_tiny
 from tests.reference import quantized_weight
 
+FLOAT = KvFormat(torch.float32, torch.float32)
+Load = Callable[..., LoadedModel]
 IDS = torch.tensor([[5, 9, 77, 3, 41]])
 
 
@@ -119,3 +128,92 @@ def test_layers_that_do_not_fit_together_stay_apart() -> None:
 def test_an_unknown_fusion_is_refused() -> None:
     with pytest.raises(UsageError, match="qvk"):
         fuse.apply(nn.Module(), ["qvk"])
+
+
+ROTATE_THEMSELVES = {
+    "deepseek_v2": "",  # by complex numbers: nothing of that name
+    "deepseek_v3": "another function",
+    "kimi_k2": "another function",
+    "glm4_moe_lite": "another function",
+    "glm4": "its rotation is another: differs by",
+    "gpt_oss": "its rotation is another: differs by",
+    "ernie4_5_moe": "its rotation is another: differs by",
+}
+"""Families with the paged cache that rotate as transformers wrote it, with the reason."""
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_every_family_rotates_in_the_cache_or_says_why_not(load: Load, tmp_path: Path, family: str) -> None:
+    """By torch and by a kernel: the logits of one forward without a cache, which stays as it was."""
+    loaded = load(make_tiny(family, tmp_path))
+    paged = not isinstance(loaded.kv, str)
+    ids = torch.randint(3, VOCAB, (1, 23), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        want = loaded.model(input_ids=ids, use_cache=False).logits[0]
+        outcomes = fuse.apply(loaded.model, ["rope"], paged=paged)
+        assert torch.equal(loaded.model(input_ids=ids, use_cache=False).logits[0], want)
+    if not paged:
+        assert outcomes == []
+        return
+    assert loaded.account.calls.keys() == {row for row in loaded.account.calls if row[1] != "int8"}
+    if family in ROTATE_THEMSELVES:
+        assert not outcomes[0].fused
+        assert all(ROTATE_THEMSELVES[family] in line for line in outcomes[0].refused)
+    else:
+        assert (len(outcomes[0].fused), outcomes[0].refused) == (loaded.files.dims.layers, ())
+    plain = make_runner(loaded, FLOAT, 3)
+    assert isinstance(plain, PagedRunner)
+    kernel = PagedRunner(plain.model, make_runner(loaded, FLOAT, 3).cache, plain.device, plain.decode, rope_write)
+    tokens = ids[0].tolist()
+    for runner in (plain, kernel):
+        assert runner.reserve(0, 23)
+        got = [runner.forward([Chunk(0, 0, tokens[:22])]), runner.forward([Chunk(0, 22, tokens[22:])])]
+        torch.testing.assert_close(torch.cat(got), want[-2:], rtol=0, atol=1e-5 * float(want.abs().max()))
+
+
+def test_a_rotation_that_gets_lost_is_an_error_and_no_other_model_is_touched(load: Load, tmp_path: Path) -> None:
+    root = make_tiny("llama", tmp_path)
+    loaded, other = load(root), load(root)
+    [outcome] = fuse.apply(loaded.model, ["rope"])
+    assert len(outcome.fused) == 3
+    model: Any = loaded.model
+    layer = model.model.layers[1].self_attn
+    assert "apply_rotary_pos_emb" in type(layer).forward.__globals__
+    assert layer.forward.__globals__["apply_rotary_pos_emb"].module is layer
+    assert "forward" not in other.model.model.layers[1].self_attn.__dict__  # type: ignore[union-attr,index]
+    changes = layer.forward.__globals__["apply_rotary_pos_emb"]
+    layer.forward.__globals__["apply_rotary_pos_emb"] = lambda *given: tuple(2 * x for x in changes(*given))
+    runner = make_runner(loaded, FLOAT, 3)
+    assert runner.reserve(0, 4)
+    with pytest.raises(RuntimeError, match="changed between their rotation and attention"):
+        runner.forward([Chunk(0, 0, [3, 4, 5, 6])])
+
+
+def test_a_model_that_changes_what_it_rotated_keeps_its_rotation(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama import modeling_llama
+
+    def own(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return tuple(2 * x for x in rotate(q, k, cos, sin))
+
+    rotate = modeling_llama.apply_rotary_pos_emb
+    loaded = load(make_tiny("llama", tmp_path))
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", own)
+    [outcome] = fuse.apply(loaded.model, ["rope"])
+    assert not outcome.fused
+    assert "another: differs by 0.5" in outcome.refused[0]
+
+
+def test_rotation_is_that_of_the_formula() -> None:
+    """RoFormer (arXiv:2104.09864), the halves of the first R values as pairs, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    x, angle = torch.randn(5, 3, 20, generator=generator), torch.randn(5, 6, generator=generator)
+    cos, sin = (torch.cat((f(angle), f(angle)), -1) for f in (torch.cos, torch.sin))
+    values, at = x.double().numpy(), angle.double().numpy()
+    pairs = (values[..., :6] + 1j * values[..., 6:12]) * np.exp(1j * at)[:, None]
+    want = np.concatenate((pairs.real, pairs.imag, values[..., 12:]), -1)
+    np.testing.assert_allclose(reference.rotated(x, cos, sin).numpy(), want, rtol=0, atol=2e-6)
+    half = reference.rotated(x.bfloat16(), cos, sin)
+    assert half.dtype == torch.bfloat16
+    np.testing.assert_allclose(half.double().numpy(), want, rtol=0, atol=2e-2)

@@ -37,7 +37,7 @@ _OPTIONS = (
         "--fuse",
         default="all",
         **_SHOWN,
-        help="Fusions: all, none, or of qkv, gate_up, act_quant, norm_quant, by commas.",
+        help="Fusions: all, none, or of qkv, gate_up, act_quant, norm_quant, rope, by commas.",
     ),
     click.option(
         "--overlap",
@@ -101,7 +101,7 @@ def open_session(
         kv_format=kv,
         overlap=overlap,
     )
-    fusions.apply(loaded.model, fusions.parse(fuse))
+    fusions.apply(loaded.model, fusions.parse(fuse), paged=not isinstance(loaded.kv, str))
     options = session.Options(context, kv, batch, tokens, not no_graphs, sampling or Sampling(), stop)
     with out_of_memory_as_error(loaded.memory):
         engine, table = session.start(loaded, options)

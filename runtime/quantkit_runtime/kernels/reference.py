@@ -331,10 +331,20 @@ def paged_prefill(
     return out
 
 
+def rotated(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """The first R values of each head rotated, the halves of them against each other, in float32 and rounded once."""
+    rotary = cos_TR.shape[-1]
+    first, second = x_THD[..., :rotary].float().chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1) * sin_TR.float().unsqueeze(1)
+    turned = x_THD[..., :rotary].float() * cos_TR.float().unsqueeze(1) + turned
+    return torch.cat((turned.to(x_THD.dtype), x_THD[..., rotary:]), dim=-1)
+
+
 def rope_write(
-    qkv_TD: Tensor,
-    cos_TR: Tensor,
-    sin_TR: Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    rope: tuple[Tensor, Tensor] | None,
     places: Tensor,
     k_cache: Tensor,
     k_scale: Tensor | None,
@@ -344,25 +354,17 @@ def rope_write(
     """Rotate queries and keys, write keys and values into their pages -> rotated queries `[T, H, D]`.
 
     Args:
-        qkv_TD: `[T, (H + 2 kv_heads) x D]`, queries, keys, values.
-        cos_TR, sin_TR: `[T, D]` of each token's position, the halves of a head rotated against each other (Llama).
+        rope: cos and sin `[T, R]` of each token's position, see `rotated`; None: both are rotated already.
         places: int64 `[T]`, block x block_size + offset of each token; negative ones are not written.
         k_cache, k_scale, v_cache, v_scale: as in `paged_decode`; written in place.
     """
-    kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
-    q, k, v = qkv_TD.unflatten(1, (-1, dim)).split([qkv_TD.shape[1] // dim - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-    cos, sin = cos_TR.float().unsqueeze(1), sin_TR.float().unsqueeze(1)
-
-    def rotated(x: Tensor) -> Tensor:
-        first, second = x.float().chunk(2, dim=-1)
-        return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
-
+    q, k = (q_THD, k_TGD) if rope is None else (rotated(x, *rope) for x in (q_THD, k_TGD))
     kept = places >= 0
     block, offset = places[kept] // k_cache.shape[2], places[kept] % k_cache.shape[2]
-    for values, cache, scale in ((rotated(k), k_cache, k_scale), (v, v_cache, v_scale)):
+    for values, cache, scale in ((k, k_cache, k_scale), (v_TGD, v_cache, v_scale)):
         written = values[kept]
         if scale is not None:
             written, written_scale = quantize_tokens(written)
             scale[block, :, offset] = written_scale.squeeze(-1)
         cache[block, :, offset] = written.to(cache.dtype)
-    return rotated(q)
+    return q

@@ -208,15 +208,16 @@ def _prefill(tokens: int) -> Iterator[Case]:
 
 def _rope_write(tokens: int) -> Iterator[Case]:
     random, heads, kv_heads, dim, page = _random(tokens), 6, 2, 64, 16
-    qkv = torch.randn((tokens, (heads + 2 * kv_heads) * dim), generator=random)
-    cos, sin = torch.rand((2, tokens, dim), generator=random).unbind()
+    qkv = torch.randn((heads + 2 * kv_heads, tokens, dim), generator=random).transpose(0, 1)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
     blocks = -(-tokens // page) + 1
-    k_cache, v_cache = (
-        torch.zeros((blocks, kv_heads, page, dim), dtype=torch.int8),
-        torch.zeros((blocks, kv_heads, page, dim)),
-    )
     places = torch.randperm(blocks * page, generator=random)[:tokens]
-    yield Case((qkv, cos, sin, places, k_cache, torch.zeros(blocks, kv_heads, page), v_cache, None), 1e-5, steps=1)
+    shape = (blocks, kv_heads, page, dim)
+    caches = (torch.zeros(shape, dtype=torch.int8), torch.zeros(shape[:3]), torch.zeros(shape), None)
+    for rotary in (dim, 24):
+        rope = torch.rand((2, tokens, rotary), generator=random).unbind()
+        yield Case((q, k, v, rope, places, *caches), 1e-5, steps=1)
+    yield Case((q, k, v, None, places, *caches), 1e-5, steps=1)
 
 
 def _watched(op: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -227,8 +228,8 @@ def _written(run: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
     """Of an operation that writes into its arguments: its result and those."""
 
     def both(*arguments: Any) -> tuple[Tensor, ...]:
-        own = [value.clone() if isinstance(value, Tensor) else value for value in arguments]
-        return (run(*own), *(value for value in own[4:] if isinstance(value, Tensor)))
+        caches = [value.clone() if isinstance(value, Tensor) else value for value in arguments[5:]]
+        return (run(*arguments[:5], *caches), *(value for value in caches if isinstance(value, Tensor)))
 
     return both
 

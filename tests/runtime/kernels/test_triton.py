@@ -250,11 +250,14 @@ def test_tiles_of_prefill_attention_bring_their_own_shape(
     assert taken == [rows[1][1], rows[0][1], rows[0][1]]
 
 
+@pytest.mark.parametrize("rotary", [12, 8, 0])
 @pytest.mark.parametrize(("int8_keys", "int8_values"), [(False, False), (True, False), (True, True)])
-def test_rope_write(triton_kernels: Modules, int8_keys: bool, int8_values: bool) -> None:
+def test_rope_write(triton_kernels: Modules, int8_keys: bool, int8_values: bool, rotary: int) -> None:
+    """Queries, keys and values as transformers hands them over: views of one product, the heads before the tokens."""
     tokens, heads, kv_heads, dim = 5, 6, 2, 12
-    qkv = cases.normal(0, tokens, (heads + 2 * kv_heads) * dim)
-    cos, sin = cases.normal(1, tokens, dim), cases.normal(2, tokens, dim)
+    q, k, v = cases.normal(0, tokens, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], dim=1)
+    v = columns(v)
+    rope = (cases.normal(1, tokens, rotary), columns(cases.normal(2, tokens, rotary))) if rotary else None
     places = torch.tensor([3, 17, -1, 8, 0])
 
     def caches() -> list[Tensor | None]:
@@ -266,8 +269,8 @@ def test_rope_write(triton_kernels: Modules, int8_keys: bool, int8_values: bool)
         return made
 
     ours, theirs = caches(), caches()
-    got = triton_kernels["cache"].rope_write(columns(qkv), columns(cos), columns(sin), columns(places), *ours)
-    close(got, reference.rope_write(qkv, cos, sin, places, *theirs))
+    got = triton_kernels["cache"].rope_write(q, k, v, rope, columns(places), *ours)
+    close(got, reference.rope_write(q, k, v, rope, places, *theirs))
     for one, other in zip(ours, theirs, strict=True):
         if one is not None and other is not None:
             close(one, other, 1e-6 if one.dtype == torch.float32 else 1.01 / 127)

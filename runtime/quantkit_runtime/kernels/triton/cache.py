@@ -23,42 +23,51 @@ def _write(cache, scale, at, d, inside, value, DIM: tl.constexpr, INT8: tl.const
 
 @triton.jit
 def _rope_write(
-    qkv, cos, sin, places, q_out, k_cache, k_scale, v_cache, v_scale, heads, kv_heads,
-    PAGE: tl.constexpr, DIM: tl.constexpr, INT8_K: tl.constexpr, INT8_V: tl.constexpr, BD: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    q, k, v, cos, sin, places, q_out, k_cache, k_scale, v_cache, v_scale, heads, kv_heads,
+    q_token, q_head, k_token, k_head, v_token, v_head,
+    PAGE: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, INT8_K: tl.constexpr, INT8_V: tl.constexpr,
+    BD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    # The heads of a token in their order: keys, values, and queries where they are to be rotated.
     after_previous(OVERLAP)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, BD)
     inside = d < DIM
-    row = qkv + (token * (heads + 2 * kv_heads) + head) * DIM
+    if head < kv_heads:
+        row = k + token * k_token + head * k_head
+    elif head < 2 * kv_heads:
+        row = v + token * v_token + (head - kv_heads) * v_head
+    else:
+        row = q + token * q_token + (head - 2 * kv_heads) * q_head
     x = tl.load(row + d, mask=inside, other=0.0)
     dtype = x.dtype
     value = x.to(tl.float32)
-    if head < heads + kv_heads:
-        low = d < DIM // 2
-        other = tl.load(row + tl.where(low, d + DIM // 2, d - DIM // 2), mask=inside, other=0.0).to(tl.float32)
-        c = tl.load(cos + token * DIM + d, mask=inside, other=0.0).to(tl.float32)
-        s = tl.load(sin + token * DIM + d, mask=inside, other=0.0).to(tl.float32)
-        value = (value * c + tl.where(low, -other, other) * s).to(dtype).to(tl.float32)
-    if head < heads:
-        tl.store(q_out + (token * heads + head) * DIM + d, value.to(dtype), mask=inside)
+    if ROTARY > 0:
+        if (head < kv_heads) | (head >= 2 * kv_heads):
+            low, turns = d < ROTARY // 2, d < ROTARY
+            at = tl.where(low, d + ROTARY // 2, d - ROTARY // 2)
+            other = tl.load(row + at, mask=turns, other=0.0).to(tl.float32)
+            c = tl.load(cos + token * ROTARY + d, mask=turns, other=1.0).to(tl.float32)
+            s = tl.load(sin + token * ROTARY + d, mask=turns, other=0.0).to(tl.float32)
+            value = (value * c + tl.where(low, -other, other) * s).to(dtype).to(tl.float32)
+    if head >= 2 * kv_heads:
+        tl.store(q_out + (token * heads + head - 2 * kv_heads) * DIM + d, value.to(dtype), mask=inside)
         return
     place = tl.load(places + token)
     if place < 0:
         return
-    kv_head = (head - heads) % kv_heads
-    at = (place // PAGE * kv_heads + kv_head) * PAGE + place % PAGE
-    if head < heads + kv_heads:
+    at = (place // PAGE * kv_heads + head % kv_heads) * PAGE + place % PAGE
+    if head < kv_heads:
         _write(k_cache, k_scale, at, d, inside, value, DIM, INT8_K)
     else:
         _write(v_cache, v_scale, at, d, inside, value, DIM, INT8_V)
 
 
 def rope_write(
-    qkv_TD: Tensor,
-    cos_TR: Tensor,
-    sin_TR: Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    rope: tuple[Tensor, Tensor] | None,
     places: Tensor,
     k_cache: Tensor,
     k_scale: Tensor | None,
@@ -66,14 +75,17 @@ def rope_write(
     v_scale: Tensor | None,
 ) -> Tensor:
     """See `kernels.reference`."""
-    tokens, (_, kv_heads, page, dim) = qkv_TD.shape[0], k_cache.shape
-    heads = qkv_TD.shape[1] // dim - 2 * kv_heads
-    q = qkv_TD.new_empty((tokens, heads, dim))
-    if tokens:
-        _rope_write[(tokens, heads + 2 * kv_heads)](
-            qkv_TD.contiguous(), cos_TR.contiguous(), sin_TR.contiguous(), places.contiguous(), q,
-            k_cache, k_scale, v_cache, v_scale, heads, kv_heads, PAGE=page, DIM=dim,
-            INT8_K=k_scale is not None, INT8_V=v_scale is not None, BD=triton.next_power_of_2(dim),
-            num_warps=1, **overlap(),
-        )  # fmt: skip
-    return q
+    (tokens, heads, dim), (_, kv_heads, page, _) = q_THD.shape, k_cache.shape
+    out = q_THD if rope is None else q_THD.new_empty((tokens, heads, dim))
+    if not tokens:
+        return out
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_TGD, v_TGD))
+    cos, sin = (places, places) if rope is None else (x.contiguous() for x in rope)
+    rotary = 0 if rope is None else cos.shape[-1]
+    _rope_write[(tokens, 2 * kv_heads + (heads if rotary else 0))](
+        q, k, v, cos, sin, places.contiguous(), out, k_cache, k_scale, v_cache, v_scale, heads, kv_heads,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        PAGE=page, DIM=dim, ROTARY=rotary, INT8_K=k_scale is not None, INT8_V=v_scale is not None,
+        BD=triton.next_power_of_2(dim), num_warps=1, **overlap(),
+    )  # fmt: skip
+    return out
