@@ -51,7 +51,8 @@ CACHE = {
 
 def _gemm(bm: int, bn: int, share: int, group: int, swap: bool, warps: int) -> tuple[Any, ...]:
     sizes = {"SHARE": share, "GROUP": group, "BM": bm, "BN": bn, "BK": 128, "SWAP": swap, "BAND": 8}
-    return gemm._gemm, GEMM, {**sizes, "BIASED": False, "HAS_BIAS": True, "EVEN_K": True}, warps
+    rest = {"BIASED": False, "HAS_BIAS": True, "EVEN_K": True, "HALVES": share > 0}
+    return gemm._gemm, GEMM, {**sizes, **rest}, warps
 
 
 _ROW = {"GROUP": 4096, "G": 1, "W": 4096}

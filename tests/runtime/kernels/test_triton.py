@@ -60,14 +60,18 @@ def test_gemm_is_exact_for_the_largest_sums_of_a_group(triton_kernels: Modules, 
 
 @pytest.mark.parametrize("group", [0, 16])
 @pytest.mark.parametrize("share", [1, 3])
-@pytest.mark.parametrize("m", cases.M_CLASSES)
-def test_grouped_gemm(triton_kernels: Modules, m: int, share: int, group: int) -> None:
+@pytest.mark.parametrize(("m", "block"), [*((m, 16) for m in cases.M_CLASSES), (16, 64), (129, 64)])
+def test_grouped_gemm(triton_kernels: Modules, m: int, block: int, share: int, group: int) -> None:
+    """Blocks of 64 rows are computed as 32 where the others are empty."""
     experts, per_token, n, k = 7, 3, 33, 80
     index, _ = cases.routing(m, m, per_token, experts, elsewhere=True)
     rows = m * per_token // share
     x, w, bias = cases.int8(0, rows, k), cases.int8(1, experts, n, k), cases.normal(4, experts, n)
     x_scale, w_scale = cases.positive(2, rows, k // group if group else 1), cases.positive(3, experts, n, 1)
-    alignment = reference.align(index, experts, 16)
+    alignment = reference.align(index, experts, block)
+    if block == 64 and m == 129:
+        held = (alignment.slots.view(-1, block)[alignment.tile_expert >= 0] < index.numel()).sum(1)
+        assert held.min() <= 32 < held.max()
     args = (x, x_scale, w, w_scale, bias, alignment, share, torch.float32)
     here = ((index >= 0) & (index < experts)).reshape(-1)
     got, want = triton_kernels["gemm"].grouped_gemm(*args, SMALL), reference.grouped_gemm(*args)

@@ -22,6 +22,9 @@ from quantkit_runtime.kernels.tuning import Tile, tuning
 MOST_BIASED = 256
 """Longest group whose sums, at most 256 x 127^2 < 2^22, `_wide` takes to float32 by additions alone."""
 
+_HALVED = 64
+"""Tiles of routed experts with as many rows are computed as half of them where the other half is empty."""
+
 NO_SPLIT = 128
 """Longest group of K that one tile step covers; longer groups take several steps."""
 
@@ -51,32 +54,16 @@ def _wide(acc, BIASED: tl.constexpr):
 
 
 @triton.jit
-def _gemm(
-    x, x_scale, w, w_scale, bias, out, slots, tile_expert, rows, tiles_m, n, k, stride_expert,
+def _tile(
+    x, x_scale, w, w_scale, bias, out, slots, rows, n, k, first_m, tile_n,
     SHARE: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr, HAS_BIAS: tl.constexpr, SWAP: tl.constexpr,
-    BAND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    after_previous(OVERLAP)
-    # Bands of BAND row tiles: their rows of x and the weights of a column stay in the cache.
-    tile = tl.program_id(0)
-    in_band = BAND * tl.cdiv(n, BN)
-    first = tile // in_band * BAND
-    height = tl.minimum(tiles_m - first, BAND)
-    tile_m = first + tile % in_band % height
-    tile_n = tile % in_band // height
-
-    offs_m = tile_m * BM + tl.arange(0, BM)
+    offs_m = first_m + tl.arange(0, BM)
     if SHARE > 0:
-        expert = tl.load(tile_expert + tile_m)
-        if expert < 0:
-            return
         out_m = tl.load(slots + offs_m)
         valid_m = out_m < rows
         x_m = tl.where(valid_m, out_m, 0) // SHARE
-        w += expert.to(tl.int64) * stride_expert
-        w_scale += expert * n
-        bias += expert * n
     else:
         out_m = offs_m
         valid_m = out_m < rows
@@ -117,6 +104,44 @@ def _gemm(
         total += tl.load(bias + safe_n).to(tl.float32)[None, :]
     out_ptr = out + out_m.to(tl.int64)[:, None] * n + offs_n[None, :]
     tl.store(out_ptr, total.to(out.dtype.element_ty), mask=valid_m[:, None] & valid_n[None, :])
+
+
+@triton.jit
+def _gemm(
+    x, x_scale, w, w_scale, bias, out, slots, tile_expert, rows, tiles_m, n, k, stride_expert,
+    SHARE: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr, HAS_BIAS: tl.constexpr, SWAP: tl.constexpr,
+    BAND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
+    HALVES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    after_previous(OVERLAP)
+    # Bands of BAND row tiles: their rows of x and the weights of a column stay in the cache.
+    tile = tl.program_id(0)
+    in_band = BAND * tl.cdiv(n, BN)
+    first = tile // in_band * BAND
+    height = tl.minimum(tiles_m - first, BAND)
+    tile_m = first + tile % in_band % height
+    tile_n = tile % in_band // height
+    first_m = tile_m * BM
+
+    if SHARE > 0:
+        expert = tl.load(tile_expert + tile_m)
+        if expert < 0:
+            return
+        w += expert.to(tl.int64) * stride_expert
+        w_scale += expert * n
+        bias += expert * n
+    if HALVES:
+        # An expert's last tile is half empty half of the time.
+        if tl.load(slots + first_m + BM // 2) >= rows:
+            _tile(
+                x, x_scale, w, w_scale, bias, out, slots, rows, n, k, first_m, tile_n,
+                SHARE, GROUP, BIASED, HAS_BIAS, SWAP, BM // 2, BN, BK, EVEN_K,
+            )  # fmt: skip
+            return
+    _tile(
+        x, x_scale, w, w_scale, bias, out, slots, rows, n, k, first_m, tile_n,
+        SHARE, GROUP, BIASED, HAS_BIAS, SWAP, BM, BN, BK, EVEN_K,
+    )  # fmt: skip
 
 
 def w8a8_gemm(
@@ -181,5 +206,6 @@ def _launch(
         rows, tiles_m, n, k, w.stride(0),
         SHARE=share, GROUP=group, BIASED=group <= MOST_BIASED and torch.version.hip is None, HAS_BIAS=bias is not None,
         SWAP=tile.swap, BAND=tile.band, BM=bm, BN=tile.bn, BK=bk, EVEN_K=k % bk == 0,
+        HALVES=alignment is not None and bm >= _HALVED,
         num_warps=tile.warps, num_stages=tile.stages, **overlap(),
     )  # fmt: skip
