@@ -15,7 +15,7 @@ from quantkit.spec.mesh import Mesh
 from quantkit_instruments import cli, comm
 from quantkit_instruments.trace import gemm_rows, judge, trace
 from quantkit_runtime import device as devices
-from quantkit_runtime import session
+from quantkit_runtime import fuse, session
 from quantkit_runtime.engine import Engine
 from quantkit_runtime.graft import load_model
 from quantkit_runtime.kernels import reference
@@ -44,12 +44,18 @@ def prepare(family: str, folder: Path, meshes: dict[str, Mesh], recipe: str = "w
     return refused
 
 
-def run_model(folder: Path, *prompts: torch.Tensor, dtype: str = "float32", **options: Any) -> dict[str, Any]:
-    """Load this process's part, run a forward and a greedy generation on the prompt of its replica."""
+def run_model(
+    folder: Path, *prompts: torch.Tensor, dtype: str = "float32", fused: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Load this process's part, run a forward and a greedy generation on the prompt of its replica.
+
+    `fused`: with all fusions.
+    """
     compute = getattr(torch, dtype)
     loaded = load_model(
         folder, devices.resolve("cpu"), compute, cache_tokens=TOKENS + NEW_TOKENS, prompt_tokens=TOKENS, **options
     )
+    fusions = fuse.apply(loaded.model, None if fused else [], paged=not isinstance(loaded.kv, str))
     ids = prompts[loaded.files.ranks.at.dp % len(prompts)]
     with torch.no_grad(), trace(loaded):
         logits = loaded.model(input_ids=ids).logits
@@ -68,6 +74,7 @@ def run_model(folder: Path, *prompts: torch.Tensor, dtype: str = "float32", **op
         "missing": verdict.missing,
         "files": loaded.checked.files,
         "layers": sorted({row.key.layer for row in loaded.planned if row.key.layer is not None}),
+        "fused": {outcome.name: len(outcome.fused) for outcome in fusions},
         "dispatch": [placement.dispatch for placement in placements],
         "load": [placement.load.tolist() for placement in placements],
     }

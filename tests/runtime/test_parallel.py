@@ -71,6 +71,19 @@ def test_every_family_on_every_mesh(families: Prepared, world: World, family: st
         assert not found[0]["files"] & found[-1]["files"]
 
 
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("family", ["minimax_m2", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_fusions_on_every_mesh(families: Prepared, world: World, family: str, mesh: str) -> None:
+    """What each rank proves for itself on the way, all of them run in step."""
+    folder, _, alone = families[family]
+    found = world.mesh(partial(tasks.run_model, fused=True), MESHES[mesh].world, folder / mesh, tasks.prompt())
+    for rank in found:
+        assert np.linalg.norm(rank["logits"] - alone["logits"]) / np.linalg.norm(alone["logits"]) < 1e-4
+        assert rank["tokens"] == alone["tokens"]
+        assert not rank["fallbacks"]
+        assert rank["fused"].get("rope") == {"minimax_m2": len(rank["layers"]), "qwen3_next": None}.get(family, 0)
+
+
 # ------------------------------------------------------------------------------------------ the ways of one family
 
 
