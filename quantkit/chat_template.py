@@ -12,7 +12,7 @@ from typing import Any
 
 from quantkit.crosscheck import Problem
 from quantkit.errors import InputError, first_line
-from quantkit.spec.files import MAX_SETTINGS_BYTES, read_whole
+from quantkit.spec.files import MAX_SETTINGS_BYTES, is_file, read_whole
 from quantkit.spec.index import read_json
 from quantkit.templates import TemplateFailure, render
 
@@ -47,9 +47,9 @@ def check_chat_template(root: Path, tokenizer_config: Mapping[str, Any]) -> Iter
 def find_templates(root: Path, tokenizer_config: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     """Templates by name, and what is wrong with the file that should hold them ("" if nothing)."""
     try:
-        if (root / "chat_template.jinja").is_file():
+        if is_file(root / "chat_template.jinja"):
             return {"default": read_whole(root / "chat_template.jinja", MAX_SETTINGS_BYTES).decode()}, ""
-        if (root / "chat_template.json").is_file():
+        if is_file(root / "chat_template.json"):
             found = read_json(root / "chat_template.json").get("chat_template")
         else:
             found = tokenizer_config.get("chat_template")

@@ -19,7 +19,7 @@ from quantkit.chat_template import check_chat_template
 from quantkit.crosscheck import Problem
 from quantkit.errors import InputError
 from quantkit.rope import rope_factor, rope_parameters, rope_type
-from quantkit.spec.files import is_inside, read_whole
+from quantkit.spec.files import exists, is_file, is_inside, read_whole
 from quantkit.spec.index import read_json
 
 _MAX_NAMED = 8
@@ -96,7 +96,7 @@ def _read(root: Path, config: Mapping[str, Any], rows: int) -> Companions:
     found = Companions(root, config, rows)
 
     def load(name: str) -> Mapping[str, Any]:
-        if not (root / name).exists():
+        if not exists(root / name):
             return {}
         try:
             return read_json(root / name)
@@ -303,7 +303,7 @@ def _remote_code(root: Path, config: Mapping[str, Any], tokenizer_config: Mappin
                     continue
                 repository, _, local = reference.rpartition("--")
                 file = local.rpartition(".")[0].replace(".", "/") + ".py"
-                present = is_inside(file) and (root / file).is_file()
+                present = is_inside(file) and is_file(root / file)
                 (elsewhere if repository else here if present else lost).add(
                     f"{repository}: {file}" if repository else file
                 )
@@ -324,7 +324,7 @@ def _remote_code(root: Path, config: Mapping[str, Any], tokenizer_config: Mappin
 
 
 def _licence(root: Path) -> Iterator[Problem]:
-    if any(path.is_file() for pattern in _LICENCES for path in root.glob(pattern)):
+    if any(is_file(path) for pattern in _LICENCES for path in root.glob(pattern)):
         return
     try:
         card = read_whole(root / "README.md").decode(errors="replace")[:20000]

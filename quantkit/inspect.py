@@ -31,6 +31,7 @@ from quantkit.plan.native import promised_weights
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.rope import rope_text
 from quantkit.spec.document import Strict
+from quantkit.spec.files import is_file, is_folder
 from quantkit.spec.index import holds_rank_shards, open_checkpoint, read_json
 from quantkit.spec.tensorfile import Header, read_header
 
@@ -146,8 +147,8 @@ def inspect(root: Path, recipe_name: str = "w8a8") -> Inspection:
         UsageError: no such recipe, or rules of it match nothing.
     """
     recipe = load_recipe(recipe_name)
-    alone = root.is_file() and root.suffix == ".json"
-    if not root.is_dir() and not alone:
+    alone = is_file(root) and root.suffix == ".json"
+    if not is_folder(root) and not alone:
         open_checkpoint(root)  # raises the error that says what is wrong
     config = read_json(root if alone else root / "config.json")
     arch = architecture_for(config)
@@ -230,7 +231,7 @@ def _describe(
     layers = layers_of(arch, dims, config)
     roles = {key.role for key in weights}
     return Inspection(
-        name=root.resolve().name if root.is_dir() else root.resolve().parent.name,
+        name=root.resolve().name if is_folder(root) else root.resolve().parent.name,
         structure=_structure(config, arch, dims, weights if headers else {}, layers),
         problems=tuple(sorted(problems, key=lambda problem: problem.level != "error")),
         files=len(headers),

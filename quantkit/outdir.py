@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import UsageError
-from quantkit.spec.files import read_whole
+from quantkit.spec.files import exists, is_file, is_folder, read_whole
 
 WORK_NAME = ".quantkit-work"
 _OPTIONS = "options.json"
@@ -51,7 +51,7 @@ class OutputFolder:
         """Drop the scratch data of a finished command; the options stay, so that other ones are still refused."""
         for item in self.work.iterdir():
             if item.name not in (_OPTIONS, _LOCK):
-                shutil.rmtree(item) if item.is_dir() else item.unlink()
+                shutil.rmtree(item) if is_folder(item) else item.unlink()
 
 
 def options_digest(options: Mapping[str, Any]) -> str:
@@ -88,16 +88,16 @@ def prepare_output(
     for source in sources:
         check_place(out, source)
     for place in (out, *out.parents):
-        if place.is_symlink() and not place.exists():
+        if os.path.islink(place) and not exists(place):  # noqa: PTH114  # as `exists`, for any name
             raise UsageError(
                 f"{place} is a symbolic link to {place.readlink()}, which is not there",
                 "make the folder that it points to, mount its disk, or give another folder",
             )
-    if out.exists() and not out.is_dir():
+    if exists(out) and not is_folder(out):
         raise UsageError(f"{out} is a file", "give a folder that does not exist yet")
     recorded = recorded_options(out)
     if recorded is None:
-        foreign = sorted(path.name for path in out.iterdir() if path.name != WORK_NAME) if out.exists() else []
+        foreign = sorted(path.name for path in out.iterdir() if path.name != WORK_NAME) if exists(out) else []
         if foreign and recorded_options(out) is None:  # else another machine has just begun here
             raise UsageError(
                 f"the output folder {out} is not empty and was not made by {command}",
@@ -112,7 +112,7 @@ def prepare_output(
             "use the same options again, or give another folder",
             items=_differences(recorded, json.loads(_canonical(options))),
         )
-    return OutputFolder(out, options_digest(options), (out / final).is_file())
+    return OutputFolder(out, options_digest(options), is_file(out / final))
 
 
 @contextlib.contextmanager

@@ -86,6 +86,27 @@ def test_what_the_runtime_shares_with_a_baseline_knows_no_calibration_or_convers
     assert not wrong
 
 
+OWN_NAMES = ("quantkit/host.py",)
+"""Asks only for files of the system, under names of its own."""
+
+
+@pytest.mark.parametrize("folder", ["quantkit", "runtime/quantkit_runtime", "runtime/quantkit_instruments"])
+def test_files_are_asked_for_by_what_takes_any_name(folder: str) -> None:
+    """`Path.is_file` and its like raise for a name that is too long; those of `spec.files` do not."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.attr}"
+        for path in files(folder)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in ("is_file", "is_dir", "exists")
+        if path.relative_to(ROOT).as_posix() not in OWN_NAMES and not (node.attr == "exists" and _of_os(node))
+    ]
+    assert not wrong
+
+
+def _of_os(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Attribute) and node.value.attr == "path"
+
+
 LAYERS = (
     "errors arithmetic rotation shipped threads garbage heap host report.page report.plots",
     "spec console",

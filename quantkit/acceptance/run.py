@@ -16,6 +16,7 @@ from quantkit.acceptance.session import CheckSpec, Session, run_check
 from quantkit.checkpoint.writer import write_atomic
 from quantkit.errors import UsageError
 from quantkit.spec.baseline import read_baseline
+from quantkit.spec.files import exists
 
 HTML_NAME, JSON_NAME = "acceptance.html", "acceptance.json"
 
@@ -87,7 +88,7 @@ def check_out(out: Path) -> None:
     Raises:
         UsageError: it holds a report already, or cannot be made.
     """
-    if (out / JSON_NAME).exists():
+    if exists(out / JSON_NAME):
         raise UsageError(f"{out} holds the report of an earlier acceptance", "give another folder with -o")
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from quantkit.archs.registry import architecture_for
 from quantkit.archs.roles import Key
 from quantkit.errors import InputError, first_line
 from quantkit.spec.index import read_json
+from quantkit.spec.files import is_file
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -65,7 +66,7 @@ def load_tokenizer(root: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    if not any((root / name).is_file() for name in TOKENIZER_FILES):
+    if not any(is_file(root / name) for name in TOKENIZER_FILES):
         raise InputError(
             f"{root} holds no tokenizer", "copy the tokenizer files of the source model there", choices=TOKENIZER_FILES
         )

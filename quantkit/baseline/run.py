@@ -37,6 +37,7 @@ from quantkit.spec.baseline import (
     layer_name,
     read_baseline,
 )
+from quantkit.spec.files import is_file
 from quantkit.spec.tensorfile import read_tensors
 from quantkit.threads import one_thread_per_operation
 
@@ -110,7 +111,7 @@ class _Run:
 
     def _first_pass(self, stream: LayerStream, pool: Executor, progress: Progress) -> list[Kept]:
         path = self._work / "pass-00000.safetensors"
-        if not path.is_file():
+        if not is_file(path):
             hidden = self._layers(stream, pool, progress)
             self._save_outside(stream)
             save_tensors(path, join(self._distributions(stream, hidden)).tensors())
@@ -130,7 +131,7 @@ class _Run:
     def _layers(self, stream: LayerStream, pool: Executor, progress: Progress) -> list[Tensor]:
         """Output `[1, P, H]` of the last layer at the positions of `_first_scored`; writes the layers' files."""
         plan, total = self._plan, len(stream)
-        done = next((layer for layer in range(total) if not (self._out / layer_name(layer)).is_file()), total)
+        done = next((layer for layer in range(total) if not is_file(self._out / layer_name(layer))), total)
         store = ActivationStore(self._work, len(self._ids), spool=plan.spools, device=plan.device)
         start = store.last_boundary(min(done, total - 1))
         last: list[Tensor] = []
@@ -242,7 +243,7 @@ class _Run:
         if not going:
             return
         path = self._work / f"pass-{number:05d}.safetensors"
-        if not path.is_file():
+        if not is_file(path):
             progress.describe(f"new token {number + 1} of {self._plan.passes}")
             save_tensors(path, join(self._last_rows(stream, going, pool, progress)).tensors())
         rows = Kept(**read_tensors(path))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.writer import tensor_bytes
 from quantkit.errors import QuantkitError
+from quantkit.spec.files import is_file
 from quantkit.spec.tensorfile import Header, build_header, dtype_name, read_header, read_tensor
 
 MEMORY_BUDGET = 256 * 2**20
@@ -69,7 +70,7 @@ class ActivationStore:
         """The highest boundary <= `finished` from which a run can continue; 0, the embeddings, is always there."""
         if not self._spool:
             return 0
-        return next((index for index in range(finished, 0, -1) if self.path(index).is_file()), 0)
+        return next((index for index in range(finished, 0, -1) if is_file(self.path(index))), 0)
 
     def start(self, boundary: int) -> None:
         """Make `boundary` the one that `get` reads; `put` then fills the one after it."""

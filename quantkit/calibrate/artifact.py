@@ -47,7 +47,7 @@ from quantkit.spec.calibration import (
     codes_name,
 )
 from quantkit.spec.decisions import Decisions, HeldOut
-from quantkit.spec.files import file_sha256
+from quantkit.spec.files import file_sha256, is_file
 from quantkit.spec.tensorfile import Header, read_header
 from quantkit.spec.transform import VECTORS_NAME
 
@@ -92,7 +92,7 @@ def _check_starving(headers: Iterable[Header], options: Calibration) -> None:
 
 def _learned(out: Path) -> list[str]:
     """Files that methods which learn from text have left."""
-    names = [name for name in (VECTORS_NAME, BIASES_NAME) if (out / name).is_file()]
+    names = [name for name in (VECTORS_NAME, BIASES_NAME) if is_file(out / name)]
     return [*names, *sorted(path.name for path in out.glob(codes_name("*")))]
 
 

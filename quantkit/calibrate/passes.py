@@ -30,6 +30,7 @@ from quantkit.calibrate.stream import LayerStream
 from quantkit.checkpoint.reader import Source
 from quantkit.console import Progress
 from quantkit.errors import QuantkitError
+from quantkit.spec.files import is_file
 from quantkit.threads import one_thread_per_operation
 
 Item = TypeVar("Item")
@@ -203,7 +204,7 @@ class Walk:
 
     def run(self) -> None:
         total = len(self.records)
-        here = next((layer for layer, path in enumerate(self.records) if not path.is_file()), total)
+        here = next((layer for layer, path in enumerate(self.records) if not is_file(path)), total)
         finished = min(self._ranks.shared([here]))
         if finished == total:
             return

@@ -27,6 +27,7 @@ from quantkit.checkpoint.effects import matrix_shape
 from quantkit.checkpoint.reader import Source
 from quantkit.errors import UsageError
 from quantkit.recipe import GROUPED, Recipe
+from quantkit.spec.files import is_file
 from quantkit.spec.scheme import SCHEMES, Scheme
 from quantkit.spec.tensorfile import torch_dtype
 from quantkit.spec.transform import VECTORS_NAME, MethodOptions
@@ -82,7 +83,7 @@ class Plan:
 
     def view(self, methods: int, artifact: Path) -> Source:
         """The checkpoint after the first `methods` methods, with what was found for them in text so far."""
-        found = artifact if (artifact / VECTORS_NAME).is_file() else None
+        found = artifact if is_file(artifact / VECTORS_NAME) else None
         chosen = self.recipe.methods[:methods]
         without_drafts = self.recipe.mtp == "drop"
         return view_of(

@@ -22,6 +22,7 @@ from quantkit.calibrate.rows import input_name
 from quantkit.checkpoint.writer import read_chunks, write_atomic
 from quantkit.errors import QuantkitError
 from quantkit.spec.calibration import MethodRow, codes_name
+from quantkit.spec.files import is_file
 
 MOMENTS_BYTES = 24
 """For each of the K^2 second moments of a job: they twice and their factor, in float64."""
@@ -170,5 +171,5 @@ def write_codes(records: Sequence[Path], out: Path) -> None:
             target.hardlink_to(path)
         except OSError:  # no hard links there
             write_atomic(target, read_chunks(path))
-        if not target.is_file():
+        if not is_file(target):
             raise QuantkitError(f"{target} could not be written", "check the disk or the mount")

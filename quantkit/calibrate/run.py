@@ -31,6 +31,7 @@ from quantkit.errors import UsageError
 from quantkit.outdir import WORK_NAME, OutputFolder, check_place, exclusive, prepare_output
 from quantkit.recipe import Recipe
 from quantkit.spec.calibration import ARTIFACT_NAMES, SUMMARY_NAME, CalibrationSummary, read_summary
+from quantkit.spec.files import is_file
 
 __all__ = ["Plan", "Result", "calibrate", "make_plan", "passes_of", "run_plan"]
 
@@ -131,7 +132,7 @@ def passes_of(plan: Plan, out: Path) -> Iterator[Pass]:
 def _check_complete(out: Path) -> None:
     """All files are there, also when they were written by an earlier run."""
     names = dict.fromkeys((*ARTIFACT_NAMES, *read_summary(out).files))
-    lost = [name for name in names if not (out / name).is_file()]
+    lost = [name for name in names if not is_file(out / name)]
     if lost:
         raise UsageError(
             f"files of the finished calibration {out} were removed", "calibrate into a new folder", items=lost

@@ -17,6 +17,7 @@ from quantkit.calibrate.json_rows import json_rows
 from quantkit.errors import InputError, UsageError, first_line
 from quantkit.recipe import Mix
 from quantkit.shipped import shipped_folder
+from quantkit.spec.files import exists, is_file, is_folder
 
 BUILTIN = "builtin:"
 MAX_ROWS = 20_000
@@ -54,7 +55,7 @@ def parse_spec(spec: str) -> Mix:
         UsageError: the weight is not a positive number.
     """
     data, separator, weight = spec.rpartition("=")
-    if not separator or Path(spec).exists():
+    if not separator or exists(Path(spec)):
         return Mix(data=spec)
     try:
         return Mix(data=data, weight=float(weight))
@@ -116,10 +117,10 @@ def _builtin_rows(data: str) -> Iterator[Mapping[str, Any]]:
 
 def _external_rows(data: str) -> Iterable[Mapping[str, Any]]:
     path = Path(data)
-    if path.is_file():
+    if is_file(path):
         return _local_rows(path)
-    if path.exists() or path.suffix in _LOADERS or data.startswith((".", "/", "~")):
-        what = "is a folder" if path.is_dir() else "does not exist"
+    if exists(path) or path.suffix in _LOADERS or data.startswith((".", "/", "~")):
+        what = "is a folder" if is_folder(path) else "does not exist"
         raise UsageError(f"calibration text {data} {what}", "give a JSONL, JSON, Parquet or text file")
     return _hub_rows(data)
 

@@ -17,6 +17,7 @@ from quantkit.checkpoint.reader import Source
 from quantkit.checkpoint.writer import write_atomic
 from quantkit.outdir import WORK_NAME
 from quantkit.spec.decisions import Decisions, FormDecisions, HeldOut
+from quantkit.spec.files import is_file
 
 YARDSTICK = "bf16"
 """Name of the stream of the source in BF16 arithmetic."""
@@ -46,7 +47,7 @@ class DecisionPass(TrialPass):
 
     def finish(self, records: Sequence[Path], out: Path) -> None:
         path = out / WORK_NAME / _DECISIONS
-        if not path.is_file():
+        if not is_file(path):
             held_out, results = self.held_out(records), self.results(records)
             decider = Decider(self.plan.recipe, self.source.arch, self._groups, results, held_out, self.samples.kinds)
             write_atomic(path, [decider.decide().model_dump_json().encode()])
@@ -82,20 +83,20 @@ class CheckPass(TrialPass):
 
     def finish(self, records: Sequence[Path], out: Path) -> None:
         path = out / WORK_NAME / _HELD_OUT
-        if not path.is_file():
+        if not is_file(path):
             write_atomic(path, [self.held_out(records).model_dump_json().encode()])
 
 
 def decisions_in(work: Path) -> Decisions | None:
     """What a `DecisionPass` decided, None when there was none."""
     path = work / _DECISIONS
-    return Decisions.model_validate_json(path.read_bytes()) if path.is_file() else None
+    return Decisions.model_validate_json(path.read_bytes()) if is_file(path) else None
 
 
 def held_out_in(work: Path) -> HeldOut | None:
     """What a `CheckPass` measured, None when there was none."""
     path = work / _HELD_OUT
-    return HeldOut.model_validate_json(path.read_bytes()) if path.is_file() else None
+    return HeldOut.model_validate_json(path.read_bytes()) if is_file(path) else None
 
 
 def checked(decided: Decisions, held_out: HeldOut) -> Decisions:

@@ -10,7 +10,7 @@ from typing import Any
 from quantkit.compare.result import Difference
 from quantkit.errors import InputError, first_line
 from quantkit.spec.baseline import CHAT, Baseline, TokenizerRecord
-from quantkit.spec.files import file_sha256
+from quantkit.spec.files import file_sha256, is_file
 from quantkit.spec.index import read_json
 from quantkit.templates import TemplateFailure, render
 
@@ -52,7 +52,7 @@ def stop_tokens(root: Path) -> tuple[int, ...]:
     """End-of-text ids of generation_config.json and config.json; either may hold one id or several."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        if (root / name).is_file():
+        if is_file(root / name):
             value = read_json(root / name).get("eos_token_id")
             ids = value if isinstance(value, list) else [] if value is None else [value]
             if not all(type(each) is int and each >= 0 for each in ids):
@@ -69,7 +69,7 @@ def tokenizer_record(root: Path, tokenizer: Any) -> TokenizerRecord:
     path = root / "tokenizer.json"
     template = bool(getattr(tokenizer, "chat_template", None))
     return TokenizerRecord(
-        sha256=file_sha256(path) if path.is_file() else "",
+        sha256=file_sha256(path) if is_file(path) else "",
         chat_template=render_chat(tokenizer, CHAT) if template else "",
         stop_tokens=stop_tokens(root),
     )

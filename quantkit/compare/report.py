@@ -11,6 +11,7 @@ from quantkit.compare.result import Comparison, Difference, Finding
 from quantkit.errors import UsageError
 from quantkit.report.page import load_strings, render
 from quantkit.report.plots import line_plot
+from quantkit.spec.files import is_folder
 
 MAX_FINDINGS = 25
 """Findings on the page; the result holds all of them."""
@@ -24,8 +25,8 @@ def check_place(path: Path) -> None:
     Raises:
         UsageError: no such folder, or one that cannot be written to.
     """
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        why = "cannot be written to" if path.parent.is_dir() else "is not a folder"
+    if not is_folder(path.parent) or not os.access(path.parent, os.W_OK | os.X_OK):
+        why = "cannot be written to" if is_folder(path.parent) else "is not a folder"
         raise UsageError(f"--report {path}: {path.parent} {why}", "make the folder, or give another place")
 
 

@@ -31,7 +31,7 @@ from quantkit.errors import QuantkitError
 from quantkit.host import versions
 from quantkit.outdir import OutputFolder
 from quantkit.recipe import Recipe
-from quantkit.spec.files import read_whole
+from quantkit.spec.files import is_file, read_whole
 from quantkit.threads import one_thread_per_operation
 
 _JOURNAL = "journal"
@@ -168,7 +168,7 @@ def _recall(journal: Path, out: Path, job: Job) -> Done | None:
     if job.hashed:
         return done
     path = out / done.name
-    return done if path.is_file() and path.stat().st_size == done.size else None
+    return done if is_file(path) and path.stat().st_size == done.size else None
 
 
 def _note(journal: Path, job: Job, done: Done) -> None:

@@ -8,6 +8,7 @@ from quantkit.convert.plan import DEFAULT_SHARD_BYTES
 from quantkit.convert.run import convert
 from quantkit.errors import InputError
 from quantkit.recipe import recorded
+from quantkit.spec.files import exists
 from quantkit.spec.manifest import SHARDED_NAME, Manifest, read_manifest
 
 
@@ -19,8 +20,8 @@ def merge(folder: Path, out: Path, *, jobs: int = 0, max_shard_bytes: int = DEFA
     Raises:
         InputError: `folder` does not exist, holds no rank shards, or they do not make a whole model.
     """
-    if not (folder / SHARDED_NAME).exists():
-        found = "no such folder" if not folder.exists() else f"no {SHARDED_NAME} in it"
+    if not exists(folder / SHARDED_NAME):
+        found = "no such folder" if not exists(folder) else f"no {SHARDED_NAME} in it"
         raise InputError(
             f"{folder} is no folder of rank shards: {found}", "give a folder of `convert --format sharded`"
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from quantkit.checkpoint.writer import TEMPORARY_SUFFIX, temporary_name
 from quantkit.errors import InputError
 from quantkit.outdir import WORK_NAME
-from quantkit.spec.files import leads_out
+from quantkit.spec.files import is_file, leads_out
 from quantkit.spec.manifest import (
     BESIDE,
     CHECKPOINT_NAME,
@@ -93,7 +93,7 @@ def _rule(root: Path, name: str) -> str:
         return "comparison of the source, not of what is made of it"
     if name.endswith(TEMPORARY_SUFFIX):
         return "left behind by a run that was killed"
-    if not (root / name).is_file():
+    if not is_file(root / name):
         return "not a readable file"
     return ""
 

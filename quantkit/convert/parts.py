@@ -21,6 +21,7 @@ from quantkit.errors import QuantkitError, UsageError
 from quantkit.outdir import OutputFolder, check_place, create_once, exclusive_part, recorded_options
 from quantkit.recipe import Recipe
 from quantkit.spec.document import problems_of
+from quantkit.spec.files import is_file
 from quantkit.spec.manifest import Manifest
 from quantkit.spec.mesh import Mesh
 
@@ -106,7 +107,7 @@ def run_part(prepared: Prepared, out: Path, part: Part, jobs: int = 0) -> PartRe
     if folder.finished:
         return PartResult(0, 0, 0)
     with exclusive_part(folder, f"part-{part.number}"):
-        if (out / prepared.manifest_name).is_file():
+        if is_file(out / prepared.manifest_name):
             return PartResult(0, 0, 0)
         _agree_on_count(folder, part)
         todo = list(units(prepared.plan, prepared.source))

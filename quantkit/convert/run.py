@@ -25,6 +25,7 @@ from quantkit.outdir import OutputFolder, check_place, exclusive, options_digest
 from quantkit.recipe import Recipe
 from quantkit.spec.calibration import Artifact, KvSummary
 from quantkit.spec.environment import distinct
+from quantkit.spec.files import is_file
 from quantkit.spec.layout import layout_named
 from quantkit.spec.manifest import (
     CHECKPOINT_NAME,
@@ -160,7 +161,7 @@ def run(prepared: Prepared, out: Path, jobs: int = 0, *, runner: Runner | None =
     if folder.finished:
         return _finished(out, name)
     with exclusive(folder):
-        if (out / name).is_file():  # another process has ended since
+        if is_file(out / name):  # another process has ended since
             folder.clear_work()
             return read_manifest(out / name)
         runner = runner or local(jobs or default_jobs())
@@ -175,7 +176,7 @@ def run(prepared: Prepared, out: Path, jobs: int = 0, *, runner: Runner | None =
 def _finished(out: Path, name: str) -> Manifest:
     """Manifest of a conversion that an earlier call ended, whose files are still there."""
     manifest = read_manifest(out / name)
-    lost = [file.name for file in manifest.files if not (out / file.name).is_file()]
+    lost = [file.name for file in manifest.files if not is_file(out / file.name)]
     if lost:
         raise UsageError(
             f"files of the finished conversion {out} were removed",

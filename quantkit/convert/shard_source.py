@@ -21,6 +21,7 @@ from quantkit.checkpoint.reader import QUANTIZED_PARTS, Entry, OpenFiles, ReadIn
 from quantkit.convert.boxes import Box, boxes, is_stacked, overlap
 from quantkit.convert.packing import stored_rows
 from quantkit.errors import InputError, QuantkitError
+from quantkit.spec.files import is_file
 from quantkit.spec.index import INDEX_NAME, SINGLE_NAME, CheckpointIndex, read_json
 from quantkit.spec.manifest import SHARDED_NAME, Manifest, TensorRecord, read_manifest
 from quantkit.spec.tensorfile import TensorInfo, read_header, tensor_nbytes, torch_dtype
@@ -228,8 +229,8 @@ def open_source(root: Path, *, ignore_index: bool = False, extra_roles: Mapping[
     Raises:
         InputError: it is neither.
     """
-    is_checkpoint = (root / INDEX_NAME).is_file() or (root / SINGLE_NAME).is_file()
-    if (root / SHARDED_NAME).is_file() and not is_checkpoint:
+    is_checkpoint = is_file(root / INDEX_NAME) or is_file(root / SINGLE_NAME)
+    if is_file(root / SHARDED_NAME) and not is_checkpoint:
         try:
             return ShardedSource(root, read_manifest(root / SHARDED_NAME), extra_roles)
         except QuantkitError:

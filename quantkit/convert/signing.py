@@ -18,6 +18,7 @@ from quantkit.checkpoint.writer import write_atomic
 from quantkit.convert.nonweights import BESIDE_THE_RESULT
 from quantkit.errors import InputError, UsageError
 from quantkit.outdir import WORK_NAME
+from quantkit.spec.files import is_file
 from quantkit.spec.manifest import SIGNATURE_NAME, manifest_path, read_manifest
 
 _GIT = frozenset({".gitattributes", ".gitignore"})
@@ -63,7 +64,7 @@ def verifier(key: Path) -> Callable[[Path], tuple[int, list[str], str]]:
         raise UsageError(f"{key} cannot be used as a public key: {_reason(error)}", _KEY_HINT) from error
 
     def check(folder: Path) -> tuple[int, list[str], str]:
-        if not (folder / SIGNATURE_NAME).is_file():
+        if not is_file(folder / SIGNATURE_NAME):
             return 0, [f"{SIGNATURE_NAME}: missing"], ""
         hashing = _hashing(folder)
         try:

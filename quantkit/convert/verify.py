@@ -25,7 +25,7 @@ from quantkit.convert.signing import verifier
 from quantkit.convert.verify_source import check_source
 from quantkit.errors import QuantkitError
 from quantkit.outdir import WORK_NAME
-from quantkit.spec.files import read_whole
+from quantkit.spec.files import exists, is_file, is_folder, read_whole
 from quantkit.spec.index import INDEX_NAME, open_checkpoint, read_json
 from quantkit.spec.manifest import SIGNATURE_NAME, Manifest, OutputFile, TensorRecord, manifest_path, read_manifest
 from quantkit.spec.tensorfile import read_header
@@ -58,7 +58,7 @@ def verify(
     """
     signed = verifier(public_key) if public_key is not None else None
     for root in (folder, *([source] if source is not None else [])):
-        if not root.is_dir():
+        if not is_folder(root):
             open_checkpoint(root)  # raises the error that says what is wrong
     checks = Checks()
     path = manifest_path(folder)
@@ -75,12 +75,12 @@ def verify(
         manifest = found[0]
         checks.run("manifest and config.json agree", lambda: _model(folder, manifest))
         _check_files(folder, manifest, quick, jobs, checks)
-    elif (folder / WORK_NAME).is_dir():
+    elif is_folder(folder / WORK_NAME):
         unfinished = f"{folder} has no manifest: run the same `quantkit convert` command again, or copy the manifest"
         checks.rows.append(Check(name="conversion is finished", count=1, failures=(unfinished,)))
     if signed is not None:
         checks.run("signature is made with the key, of this manifest", lambda: signed(folder))
-    elif (folder / SIGNATURE_NAME).exists():
+    elif exists(folder / SIGNATURE_NAME):
         checks.rows.append(Check(name="signature", count=0, note="not checked: give --public-key"))
     if manifest is None or manifest.form == "checkpoint":
         _check_checkpoint(folder, manifest, checks)
@@ -150,7 +150,7 @@ def _names(manifest: Manifest, arch: Architecture) -> list[str]:
 def _check_files(folder: Path, manifest: Manifest, quick: bool, jobs: int, checks: Checks) -> None:
     checks.run("files are those of the manifest", lambda: _presence(folder, manifest))
     checks.run("options are those of the manifest", lambda: _options(folder, manifest))
-    present = [file for file in manifest.files if (folder / file.name).is_file()]
+    present = [file for file in manifest.files if is_file(folder / file.name)]
     by_file: dict[str, list[TensorRecord]] = {}
     for record in manifest.tensors:
         by_file.setdefault(record.file, []).append(record)
@@ -162,7 +162,7 @@ def _check_files(folder: Path, manifest: Manifest, quick: bool, jobs: int, check
 def _presence(folder: Path, manifest: Manifest) -> tuple[int, list[str], str]:
     own = manifest_path(folder)
     expected = {file.name: file for file in manifest.files}
-    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not is_folder(path)}
     found = {name for name in found if not is_ours(name) and folder / name != own}
     failures = [f"{name}: missing" for name in sorted(expected.keys() - found)]
     for name in sorted(found - expected.keys()):
@@ -177,7 +177,7 @@ def _presence(folder: Path, manifest: Manifest) -> tuple[int, list[str], str]:
 
 def _options(folder: Path, manifest: Manifest) -> tuple[int, list[str], str]:
     path = folder / WORK_NAME / "options.json"
-    if not path.is_file():
+    if not is_file(path):
         return 0, [], f"{WORK_NAME} is not there"
     # the bytes, not the parsed value: a changed byte between two values would not change the options
     same = hashlib.sha256(read_whole(path)).hexdigest() == manifest.options_digest
@@ -249,7 +249,7 @@ def _check_checkpoint(folder: Path, manifest: Manifest | None, checks: Checks) -
 def _index(folder: Path, manifest: Manifest | None) -> tuple[int, list[str], str]:
     index = open_checkpoint(folder)
     failures = []
-    if (folder / INDEX_NAME).is_file():
+    if is_file(folder / INDEX_NAME):
         metadata = read_json(folder / INDEX_NAME).get("metadata")
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
         actual = sum(info.nbytes for header in index.headers.values() for info in header.tensors.values())

@@ -17,6 +17,7 @@ from quantkit.convert.shard_source import open_source
 from quantkit.convert.transforms import open_transformed, steps_of
 from quantkit.recipe import recorded
 from quantkit.spec.calibration import Artifact
+from quantkit.spec.files import is_file
 from quantkit.spec.manifest import Manifest, OutputFile
 
 SOURCE_CHECK = "source is the one that was converted"
@@ -94,14 +95,14 @@ def _transformed(
 
 def _source_files(root: Path, manifest: Manifest, quick: bool, jobs: int) -> tuple[int, list[str], str]:
     files = [OutputFile(name=row.name, size=row.size, sha256=row.sha256) for row in manifest.source_files]
-    if not any((root / file.name).is_file() for file in files):
+    if not any(is_file(root / file.name) for file in files):
         return 0, [], "another folder than the converted one (an ancestor?): compared by value only"
     return _equal_files(root, files, quick, jobs)
 
 
 def _names(source: Source, manifest: Manifest) -> tuple[int, list[str], str]:
     """The tensors that the manifest names as sources or as dropped, against those of the source, both ways."""
-    if not any((source.root / file.name).is_file() for file in manifest.source_files):
+    if not any(is_file(source.root / file.name) for file in manifest.source_files):
         return 0, [], "another folder than the converted one: its names may differ"
     there = {entry.name for entry in source.entries.values()}
     named = {name for record in manifest.tensors for name in record.sources}
@@ -116,8 +117,8 @@ def _copies(root: Path, manifest: Manifest, quick: bool, jobs: int) -> tuple[int
 
 
 def _equal_files(root: Path, files: list[OutputFile], quick: bool, jobs: int) -> tuple[int, list[str], str]:
-    failures = [f"{file.name}: missing in the source" for file in files if not (root / file.name).is_file()]
-    present = [file for file in files if (root / file.name).is_file()]
+    failures = [f"{file.name}: missing in the source" for file in files if not is_file(root / file.name)]
+    present = [file for file in files if is_file(root / file.name)]
     if quick:
         sizes = {file.name: (root / file.name).stat().st_size for file in present}
         failures += [

@@ -30,6 +30,7 @@ from quantkit.plan.cache import CacheFormat, per_token
 from quantkit.plan.source import read_source
 from quantkit.recipe import Calibration, load_recipe, validated
 from quantkit.spec.document import Strict
+from quantkit.spec.files import is_file
 from quantkit.spec.tensorfile import torch_dtype
 
 JSON_NAME, HTML_NAME = "ladder.json", "ladder.html"
@@ -198,7 +199,7 @@ def _result(
 ) -> RungResult:
     """A rung's walk and scores, or what is kept of them."""
     kept = work / f"result-{rung.name}.json"
-    if kept.is_file():
+    if is_file(kept):
         return RungResult.model_validate_json(kept.read_bytes())
     plan, arithmetic = ladder.plan, ladder.arithmetic[rung.name]
     scores = score(plan.samples, plan.batches, reference, _walk(plan, rung, arithmetic, work, jobs))

@@ -16,6 +16,7 @@ from quantkit.plan.estimate import Model
 from quantkit.plan.native import promised_weights
 from quantkit.plan.weights import model_weights
 from quantkit.recipe import Recipe
+from quantkit.spec.files import is_file, is_folder
 from quantkit.spec.index import open_checkpoint, read_json
 
 
@@ -37,16 +38,16 @@ class Source:
 @collection_paused()
 def read_source(path: Path, recipe: Recipe) -> Source:
     """Headers where there are any, else what the config promises."""
-    root = path.parent if path.is_file() else path
-    if not path.is_file() and not root.is_dir():
+    root = path.parent if is_file(path) else path
+    if not is_file(path) and not is_folder(root):
         raise InputError(f"{path} is neither a folder nor a config.json", "give the model's folder or its config.json")
-    config = read_json(path if path.is_file() else root / "config.json")
+    config = read_json(path if is_file(path) else root / "config.json")
     arch = architecture_for(config)
     dims = arch.dims(config)
-    place = path if path.is_file() else root / "config.json"
+    place = path if is_file(path) else root / "config.json"
     dims.require_consistent(place)
     _require_routing(dims, place)
-    from_tensors = path.is_dir() and any(root.glob("*.safetensors"))
+    from_tensors = is_folder(path) and any(root.glob("*.safetensors"))
     warnings: list[str] = []
     if from_tensors:
         weights, unknown = inventory(arch, open_checkpoint(root).headers.values())

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from quantkit.errors import InputError
 from quantkit.spec.baseline_checks import contradictions, layer_problems, outside_problems, row_problems
 from quantkit.spec.document import Strict, problems_of
-from quantkit.spec.files import file_sha256, is_inside, open_regular, read_whole
+from quantkit.spec.files import file_sha256, is_file, is_inside, open_regular, read_whole
 from quantkit.spec.tensorfile import read_header, read_tensor, read_tensors
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def read_baseline(folder: Path, *, verify: bool = True) -> Baseline:
         raise InputError(f"{path} contradicts itself", "copy the baseline again, or make it again", items=problems)
     if outside := [name for name in found.files if not is_inside(name)]:
         raise InputError(f"{path} names files outside its folder", "use a baseline of quantkit's own", items=outside)
-    wrong = [name for name in found.files if not (folder / name).is_file()]
+    wrong = [name for name in found.files if not is_file(folder / name)]
     if verify and not wrong:
         wrong = [name for name, digest in found.files.items() if file_sha256(folder / name) != digest]
     if wrong:

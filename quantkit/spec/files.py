@@ -95,6 +95,22 @@ def file_sha256(path: Path) -> str:
         raise InputError(f"{path}: {error.strerror or error}", "copy the file again") from error
 
 
+def is_file(path: Path) -> bool:
+    """Whether a file is there. A name that no file can have is that of none, be it too long or not text: methods of
+    `Path` raise for some of these before Python 3.14, and whoever names a file may name anything."""
+    return os.path.isfile(path)  # noqa: PTH113  # see above
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there; names as for `is_file`."""
+    return os.path.isdir(path)  # noqa: PTH112  # see above
+
+
+def exists(path: Path) -> bool:
+    """Whether anything is there; names as for `is_file`."""
+    return os.path.exists(path)  # noqa: PTH110  # see above
+
+
 def is_inside(name: str) -> bool:
     """Whether a name that a file gives, `/` between folders, stays inside the folder and can be that of a file."""
     path = PurePosixPath(name)

@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from quantkit.errors import InputError, UsageError
 from quantkit.spec.document import Strict, problems_of
 from quantkit.spec.environment import Environment
-from quantkit.spec.files import MAX_JSON_BYTES, open_bounded
+from quantkit.spec.files import MAX_JSON_BYTES, is_file, open_bounded
 from quantkit.spec.manifest_checks import contradictions, outside_names
 from quantkit.spec.mesh import Mesh
 from quantkit.spec.transform import Step
@@ -212,7 +212,7 @@ class Manifest(Strict):
 def manifest_path(folder: Path) -> Path | None:
     """The manifest of a converted folder, None when it has none."""
     for name in (SHARDED_NAME, CHECKPOINT_NAME):
-        if (folder / name).is_file():
+        if is_file(folder / name):
             return folder / name
     return None
 

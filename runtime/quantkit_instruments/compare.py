@@ -18,6 +18,7 @@ from quantkit.compare.result import Comparison, Difference
 from quantkit.console import Progress
 from quantkit.errors import NonFiniteError
 from quantkit.spec.baseline import Baseline, read_baseline
+from quantkit.spec.files import is_file
 from quantkit.spec.manifest import manifest_path, read_manifest
 from quantkit.spec.transform import Step
 from quantkit_runtime import device as devices
@@ -92,7 +93,7 @@ def limits_for(kind: Kind, given: Path | Limits | None) -> Limits:
 
 
 def _tokenizer(root: Path) -> Any:
-    return load_tokenizer(root) if any((root / name).is_file() for name in TOKENIZER_FILES) else None
+    return load_tokenizer(root) if any(is_file(root / name) for name in TOKENIZER_FILES) else None
 
 
 def _companions(

@@ -19,6 +19,7 @@ import torch
 from quantkit import __version__
 from quantkit.errors import QuantkitError, first_line
 from quantkit.host import driver_versions, torch_stack, triton_version
+from quantkit.spec.files import exists
 from quantkit.spec.manifest import manifest_path, read_manifest
 from quantkit_instruments.since import since
 from quantkit_runtime.device import card_arch
@@ -114,8 +115,8 @@ def _driver(cards: list[tuple[str, str, str]], root: Path) -> Iterator[Finding]:
     nodes = [
         root / "dev" / ("nvidiactl" if vendor == "NVIDIA" else "kfd") for vendor in sorted({card[1] for card in cards})
     ]
-    missing = [node for node in nodes if not node.exists()]
-    closed = [node for node in nodes if node.exists() and not os.access(node, os.R_OK | os.W_OK)]
+    missing = [node for node in nodes if not exists(node)]
+    closed = [node for node in nodes if exists(node) and not os.access(node, os.R_OK | os.W_OK)]
     if not versions:
         yield _problem("driver", "no driver of these cards is loaded", "load it on the host (modprobe), see `dmesg`")
     elif missing:

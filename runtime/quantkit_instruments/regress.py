@@ -14,6 +14,7 @@ from quantkit.errors import InputError, UsageError
 from quantkit.host import versions
 from quantkit.spec.baseline import BASELINE_NAME
 from quantkit.spec.environment import Change, Environment, changes
+from quantkit.spec.files import exists, is_file
 from quantkit.spec.manifest import COMPARISON_NAME, manifest_path, read_manifest
 from quantkit_instruments import compare
 from quantkit_runtime import device as devices
@@ -85,7 +86,7 @@ def check_savable(folder: Path) -> None:
             "give a folder that `quantkit convert` wrote, or compare without --save",
         )
     place = folder / COMPARISON_NAME
-    if place.exists() and not place.is_file():
+    if exists(place) and not is_file(place):
         raise UsageError(f"--save: {place} is in the way: it is no file", "move it away, or compare without --save")
     if not os.access(folder, os.W_OK):
         raise UsageError(f"--save: no right to write to {folder}", "compare a copy, or without --save")
@@ -135,7 +136,7 @@ def _require_device(folder: Path, baseline: Path, saved: Saved) -> None:
 
 def _baseline(folder: Path, saved: Saved, given: Path | None) -> Path:
     there = given or folder.resolve().parent / saved.baseline
-    if not (there / BASELINE_NAME).is_file():
+    if not is_file(there / BASELINE_NAME):
         raise UsageError(
             f"the baseline of the saved comparison is not at {there}",
             "name its folder: --baseline FOLDER; if it is lost, make it again with `quantkit baseline MODEL -o FOLDER`",

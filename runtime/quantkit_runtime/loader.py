@@ -12,6 +12,7 @@ from typing import Any
 
 from quantkit.archs import Architecture, Key, architecture_for
 from quantkit.errors import InputError
+from quantkit.spec.files import exists, is_folder
 from quantkit.spec.index import open_checkpoint, read_json
 from quantkit.spec.manifest import Manifest, RankFiles, TensorRecord, manifest_path, read_manifest
 from quantkit.spec.mesh import Mesh
@@ -45,7 +46,7 @@ def open_model(root: Path, *, verify: bool = True, on_card: bool = False, overla
     require_folder(root)
     config = read_json(root / "config.json")
     path = manifest_path(root)
-    if path is None and (root / WORK_FOLDER).is_dir():
+    if path is None and is_folder(root / WORK_FOLDER):
         raise BrokenShard(f"{root} holds an unfinished conversion", "run the same `quantkit convert` command again")
     if path is None:
         ranks = join(Mesh(), "a checkpoint without a manifest is")
@@ -79,8 +80,8 @@ def mesh_of(root: Path) -> Mesh:
 
 def require_folder(root: Path) -> None:
     """Raise an InputError unless `root` is a folder."""
-    if not root.is_dir():
-        what = "is a file, not a folder" if root.exists() else "does not exist"
+    if not is_folder(root):
+        what = "is a file, not a folder" if exists(root) else "does not exist"
         raise InputError(f"{root} {what}", "give the folder that `quantkit convert` wrote")
 
 

@@ -242,3 +242,26 @@ def test_interrupt_and_full_disk(
 def test_other_failures_keep_their_traceback() -> None:
     with pytest.raises(FileNotFoundError), expected_failures():
         raise FileNotFoundError(errno.ENOENT, "a bug")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("inspect", "{}"),
+        ("plan", "{}", "--card-memory", "64"),
+        ("convert", "{}", "-o", "{out}"),
+        ("convert", "{source}", "-o", "{}"),
+        ("verify", "{}"),
+        ("merge", "{}", "-o", "{out}"),
+        ("calibrate", "{source}", "-o", "{out}", *SMALL, "--evaluation", "{}"),
+        ("calibrate", "{source}", "-o", "{}", *SMALL),
+        ("baseline", "{source}", "-o", "{out}", "--data", "{}"),
+    ],
+)
+@pytest.mark.parametrize("name", ["x" * 300, "/".join(["x" * 200] * 30)])
+def test_a_path_too_long_for_any_file(name: str, words: tuple[str, ...], source: Path, tmp_path: Path) -> None:
+    place = str(tmp_path / name)
+    done = cli(*(word.format(place, source=source, out=tmp_path / "out") for word in words))
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    assert done.exit_code in (2, 3), done.output
+    assert "x" * 100 in done.output.replace("\n", "")

@@ -288,3 +288,13 @@ def test_only_what_passed_and_can_be_identified_is_saved(empty: Path, source: Ma
     (empty / "limits.yaml").write_text("int8: {kl_mean: 0.5}\n")
     assert compare(empty, "--save", "--limits", empty / "limits.yaml").exit_code == 0
     assert read_saved(empty / "out").limits.kl_mean == 0.5, "and a rerun keeps to them"
+
+
+def test_a_saved_name_that_no_folder_can_have(folder: Path) -> None:
+    path = folder / "out" / COMPARISON_NAME
+    path.write_bytes(read_saved(folder / "out").model_copy(update={"baseline": "b" * 300}).sealed())
+    done = call("regress", folder / "out")
+    assert done.exit_code == 2, done.output
+    assert "the baseline of the saved comparison is not at" in done.output
+    again = call("regress", folder / "out", "--baseline", folder / "baseline")
+    assert again.exit_code == 0, again.output

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.spec.files import is_inside, leads_out, read_whole
+from quantkit.spec.files import exists, is_file, is_folder, is_inside, leads_out, read_whole
 
 
 def test_a_file_is_read_up_to_its_bound(tmp_path: Path) -> None:
@@ -73,3 +73,20 @@ def test_the_hub_cache_lies_inside_of_itself(tmp_path: Path) -> None:
     (snapshot / "tokenizer.json").symlink_to("../../../models--org--other/blobs/b")
     assert not leads_out(snapshot, snapshot / "config.json")
     assert leads_out(snapshot, snapshot / "tokenizer.json")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "/".join(["x" * 200] * 30), "a\0b", "\ud800", "file/x", "loop"])
+def test_a_name_that_no_file_can_have_is_of_none(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    assert not is_file(tmp_path / name)
+    assert not is_folder(tmp_path / name)
+    assert not exists(tmp_path / name)
+
+
+def test_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    assert [is_file(tmp_path / name) for name in ("file", "link", ".", "none")] == [True, True, False, False]
+    assert [is_folder(tmp_path / name) for name in ("file", "link", ".", "none")] == [False, False, True, False]
+    assert [exists(tmp_path / name) for name in ("file", "link", ".", "none")] == [True, True, True, False]

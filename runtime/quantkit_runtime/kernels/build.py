@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from quantkit.errors import InputError
+from quantkit.spec.files import is_file
 from quantkit_runtime.kernels.tuning import user_folder
 
 SOURCES = Path(__file__).with_name("hip")
@@ -78,7 +79,7 @@ def library(family: str, arch: str, cache: Path | None = None) -> Path:
     for source in [*sorted(SOURCES.glob("*.h")), MAIN]:
         digest.update(source.read_bytes())
     target = (cache or cache_folder()) / f"gemv-{family}-{arch}-{digest.hexdigest()[:16]}.so"
-    if not target.is_file():
+    if not is_file(target):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=target.parent) as folder:

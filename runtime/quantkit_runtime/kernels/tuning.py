@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quantkit.errors import InputError
-from quantkit.spec.files import read_whole
+from quantkit.spec.files import is_file, read_whole
 from quantkit_runtime import device
 
 VARIABLE = "QUANTKIT_TUNING"
@@ -181,7 +181,7 @@ def _rows(arch: str) -> dict[str, Any]:
 
 def _of_user(arch: str) -> Tuning | None:
     path = user_file()
-    if not path.is_file():
+    if not is_file(path):
         return None
     try:
         rows = json.loads(read_whole(path)).get(arch)
@@ -237,7 +237,7 @@ def write(path: Path, arch: str, found: Tuning) -> None:
         InputError: the file is there and is none of tables.
     """
     tables: dict[str, Any] = {}
-    if path.is_file():
+    if is_file(path):
         try:
             tables = dict(json.loads(read_whole(path)))
         except (OSError, ValueError, TypeError, RecursionError) as error:  # unreadable, no JSON, or no object
