@@ -18,6 +18,8 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_co
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from quantkit.archs import Key
 from quantkit.archs.assemble import Location
 from quantkit.checkpoint.reader import Source
@@ -59,6 +61,9 @@ class Done:
     sha256: str
     tensors: tuple[WrittenTensor, ...] = ()
     versions: dict[str, str] | None = None
+
+
+_DONE = TypeAdapter(Done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,15 +165,13 @@ def _check_space(rest: list[Job], out: Path) -> None:
 def _recall(journal: Path, out: Path, job: Job) -> Done | None:
     """The result of a unit that an earlier run finished."""
     try:
-        raw = json.loads(read_whole(journal / _entry_name(job)))
-        written = tuple(WrittenTensor(**row) for row in raw["tensors"])
-        done = Done(raw["name"], raw["size"], raw["sha256"], written, raw.get("versions"))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # damaged: it is done again
+        done = _DONE.validate_json(read_whole(journal / _entry_name(job)), strict=True)
+    except (OSError, ValueError):  # damaged: it is done again
         return None
-    if job.hashed:
-        return done
+    if done.name != (job.hashed or job.copy or (job.planned and job.planned.name)):
+        return None
     path = out / done.name
-    return done if is_file(path) and path.stat().st_size == done.size else None
+    return done if job.hashed or (is_file(path) and path.stat().st_size == done.size) else None
 
 
 def _note(journal: Path, job: Job, done: Done) -> None:
