@@ -6,7 +6,8 @@ The skeleton has every module of the model but no weights: parameters lie on `me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,45 @@ def load_tokenizer(root: Path) -> Any:
         raise InputError(
             f"{root} holds no tokenizer", "copy the tokenizer files of the source model there", choices=TOKENIZER_FILES
         )
-    try:
+    with _tokenizer_failures(f"transformers cannot read the tokenizer of {root}"):
         # said, because transformers asks at the terminal otherwise
         found = AutoTokenizer.from_pretrained(root, trust_remote_code=False)
         found("a")  # values that loading does not look at fail here
-        return found
-    except Exception as error:  # the tokenizers library raises plain Exceptions
+    return found
+
+
+def token_ids(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
+    """Token ids of a text, with the tokenizer's special tokens when `special`.
+
+    Raises:
+        InputError: the tokenizer fails on this text.
+    """
+    with _tokenizer_failures("the tokenizer cannot encode a text"):
+        # lengths are ours to check, so that the tokenizer does not warn about texts beyond the model's window
+        return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+
+def text_of(tokenizer: Any, ids: Iterable[int], *, special: bool = True) -> str:
+    """Text of token ids, with special tokens when `special`.
+
+    Raises:
+        InputError: the tokenizer fails on these ids.
+    """
+    with _tokenizer_failures("the tokenizer cannot decode tokens"):
+        return str(tokenizer.decode(list(ids), skip_special_tokens=not special))
+
+
+@contextmanager
+def _tokenizer_failures(what: str) -> Iterator[None]:
+    """An InputError for whatever the tokenizers library raises on files that it took: plain Exceptions, and panics of
+    its Rust code, which are no Exceptions and whose class has no module to import it from."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise InputError(
-            f"transformers cannot read the tokenizer of {root}: {first_line(error)}",
-            "copy the tokenizer files of the source model there again",
+            f"{what}: {first_line(error)}", "copy the tokenizer files of the source model there again"
         ) from error
 
 

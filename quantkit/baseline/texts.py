@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.archs import Architecture, Dims
+from quantkit.archs.modeling import token_ids
 from quantkit.archs.structure import attention_limits
 from quantkit.calibrate.sources import Row, default_mix, parse_spec, read_rows
 from quantkit.compare.companions import render_chat
@@ -115,9 +116,9 @@ def _prompts(tokenizer: Any, kind: str, rows: list[Row], options: TextOptions) -
             if not asked:
                 continue
             text = render_chat(tokenizer, asked)
-            ids = list(tokenizer(text, add_special_tokens=False).input_ids)
+            ids = token_ids(tokenizer, text, special=False)
         else:
-            text, ids = _plain(row), encode(tokenizer, _plain(row))[:PROMPT_TOKENS]
+            text, ids = _plain(row), token_ids(tokenizer, _plain(row))[:PROMPT_TOKENS]
         if 2 <= len(ids) <= 4 * PROMPT_TOKENS:
             yield _sequence(f"prompt.{kind}.{number}", kind, "prompt", ids, text)
             number += 1
@@ -133,8 +134,8 @@ def _long(tokenizer: Any, rows: dict[str, list[Row]], length: int, limits: tuple
 
 def _needles(tokenizer: Any, rows: dict[str, list[Row]], length: int, limits: tuple[int, ...]) -> Iterator[Tokens]:
     """A fact at several places of a long text that ends with the question for it, and the same without the fact."""
-    fact = tokenizer(_FACT, add_special_tokens=False).input_ids
-    answer = tokenizer(_ANSWER, add_special_tokens=False).input_ids
+    fact = token_ids(tokenizer, _FACT, special=False)
+    answer = token_ids(tokenizer, _ANSWER, special=False)
     room = length - 2 * (len(fact) + len(answer))
     if room < 4:
         return
@@ -174,7 +175,7 @@ def _stream(tokenizer: Any, rows: dict[str, list[Row]], length: int) -> list[int
     for number in range(longest):
         for members in rows.values():
             if number < len(members):
-                ids += encode(tokenizer, _plain(members[number]))
+                ids += token_ids(tokenizer, _plain(members[number]))
             if len(ids) >= length:
                 return ids[:length]
     if not ids:
@@ -186,16 +187,12 @@ def _sequence(name: str, kind: str, use: Any, ids: Sequence[int], text: str = ""
     return Tokens(name=name, kind=kind, use=use, text=text, ids=tuple(ids), prompt_tokens=len(ids), **positions)
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, verbose=False)["input_ids"])
-
-
 def _encoded(tokenizer: Any, row: Row) -> tuple[str, list[int]]:
     """Text and ids of a row as a calibration feeds it: dialogues under the chat template where there is one."""
     if not _templated(tokenizer, row):
-        return _plain(row), encode(tokenizer, _plain(row))
+        return _plain(row), token_ids(tokenizer, _plain(row))
     text = render_chat(tokenizer, row.messages, generation=False)
-    return text, list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return text, token_ids(tokenizer, text, special=False)
 
 
 def _templated(tokenizer: Any, row: Row) -> bool:

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quantkit.archs.modeling import token_ids
 from quantkit.calibrate.overlap import overlaps, runs
 from quantkit.calibrate.sources import Row, default_mix, read_rows
 from quantkit.compare.companions import render_chat
@@ -237,8 +238,7 @@ def _warnings(
 
 def encode(tokenizer: Any, text: str, *, special: bool = True) -> _Ids:
     """Token ids `[tokens]` of a text, with the tokenizer's special tokens when `special`."""
-    # lengths are ours to check, so that the tokenizer does not warn about texts beyond the model's window
-    ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    ids = token_ids(tokenizer, text, special=special)
     try:
         return np.asarray(ids, dtype=np.int32)
     except OverflowError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quantkit.archs.modeling import TOKENIZER_FILES, load_tokenizer
+from quantkit.archs.modeling import TOKENIZER_FILES, load_tokenizer, text_of
 from quantkit.compare.candidate import Subject
 from quantkit.compare.companions import companion_differences, tokenizer_record
 from quantkit.compare.compare import compare
@@ -105,7 +105,7 @@ def _companions(
 
 def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     def text(ids: Sequence[int]) -> str:
-        return " ".join(map(str, ids)) if tokenizer is None else str(tokenizer.decode(list(ids)))
+        return " ".join(map(str, ids)) if tokenizer is None else text_of(tokenizer, ids)
 
     return text
 

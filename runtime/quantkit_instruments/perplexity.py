@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from quantkit.archs.modeling import token_ids
 from quantkit.compare.distributions import standard_error
 from quantkit.errors import InputError
 
@@ -40,7 +41,7 @@ def windows(tokenizer: Any, texts: Iterable[str], length: int = 512) -> Tensor:
     stream: list[int] = []
     for text in texts:
         stream += [] if first is None else [first]
-        stream += tokenizer(text, add_special_tokens=False).input_ids
+        stream += token_ids(tokenizer, text, special=False)
     if len(stream) < 2:
         raise InputError("the texts have fewer than two tokens", "give more text")
     length = min(length, len(stream))

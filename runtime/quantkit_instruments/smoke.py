@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.archs.modeling import load_tokenizer
+from quantkit.archs.modeling import load_tokenizer, text_of
 from quantkit.arithmetic import quantize_tokens
 from quantkit.errors import VerificationError
 from quantkit_instruments.since import since
@@ -118,7 +118,7 @@ def run(options: Options, on_plan: Callable[[MemoryPlan], None] | None = None, o
         loaded=loaded,
         logits_shape=tuple(logits.shape),
         logits_finite=bool(torch.isfinite(logits).all()),
-        text=tokenizer.decode([*prompt, *generated.tokens], skip_special_tokens=True),
+        text=text_of(tokenizer, [*prompt, *generated.tokens], special=False),
         generated=generated,
         cache=runner.kind,
         prefill=prefill_facts(runner),

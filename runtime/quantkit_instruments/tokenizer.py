@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.archs import Dims, architecture_for
-from quantkit.archs.modeling import require_embedded
+from quantkit.archs.modeling import require_embedded, token_ids
 from quantkit.compare import companions
 from quantkit.errors import InputError, UsageError, first_line
 from quantkit.spec.files import read_whole
@@ -21,7 +21,7 @@ def encode(tokenizer: Any, prompt: str, vocab: int) -> list[int]:
 
     Raises:
         UsageError: it is no text, is empty, or has no tokens.
-        InputError: the model does not have one of these tokens.
+        InputError: the tokenizer fails on it, or the model does not have one of these tokens.
     """
     try:
         text = prompt.encode("utf-8", "surrogateescape").decode("utf-8")
@@ -29,7 +29,7 @@ def encode(tokenizer: Any, prompt: str, vocab: int) -> list[int]:
         raise UsageError("the prompt is no text in UTF-8", "give another --prompt, or set LC_ALL=C.UTF-8") from error
     if not text:  # many tokenizers make a begin-of-text token of nothing
         raise UsageError("the prompt is empty", "give a text with --prompt")
-    ids: list[int] = tokenizer(text).input_ids
+    ids = token_ids(tokenizer, text)
     if not ids:
         raise UsageError("the prompt has no tokens", "give a text with --prompt")
     require_embedded(ids, vocab)

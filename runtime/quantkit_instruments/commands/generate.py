@@ -45,7 +45,7 @@ def command(
       quantkit-runtime generate OUT --prompt "The sea" --prompt "Once"
       quantkit-runtime generate OUT --prompts texts.txt --temperature 0.7 --top-p 0.9
     """
-    from quantkit.archs.modeling import load_tokenizer
+    from quantkit.archs.modeling import load_tokenizer, text_of
     from quantkit_instruments.tokenizer import encode, read_prompts, require_positions, stop_tokens, vocab_size
     from quantkit_runtime.loader import require_folder
     from quantkit_runtime.parallel import leave
@@ -64,10 +64,7 @@ def command(
     out = console(as_json)
     print_session(out, loaded, engine, table)
     found = engine.generate(ids, max_new_tokens)
-    whole = [
-        tokenizer.decode([*prompt, *one.tokens], skip_special_tokens=True)
-        for prompt, one in zip(ids, found, strict=True)
-    ]
+    whole = [text_of(tokenizer, [*prompt, *one.tokens], special=False) for prompt, one in zip(ids, found, strict=True)]
     for text, one in zip(whole, found, strict=True):
         out.print(f"{len(one.tokens)} new tokens{' up to a stop token' if one.stopped else ''}: {text!r}", markup=False)
     counts = vars(engine.counts)

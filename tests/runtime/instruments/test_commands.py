@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,10 +94,12 @@ def test_bad_use_says_what_to_do(converted: Converted, options: tuple[str, ...],
 
 
 def test_nothing_is_no_prompt_also_where_the_tokenizer_makes_a_token_of_it(converted: Converted) -> None:
-    begins = SimpleNamespace(input_ids=[1])
+    def begins(_text: str, **_options: bool) -> dict[str, list[int]]:
+        return {"input_ids": [1]}
+
     with pytest.raises(UsageError, match="the prompt is empty"):
-        encode(lambda text: begins, "", vocab_size(converted(TINY[0])))
-    assert encode(lambda text: begins, "a", vocab_size(converted(TINY[0]))) == [1]
+        encode(begins, "", vocab_size(converted(TINY[0])))
+    assert encode(begins, "a", vocab_size(converted(TINY[0]))) == [1]
 
 
 @pytest.mark.parametrize("command", ["generate", "smoke-load"])

@@ -67,9 +67,10 @@ def test_windows_join_documents_with_a_begin_token() -> None:
         bos_token_id: int | None = 1
         eos_token_id = 2
 
-        def __call__(self, text: str, add_special_tokens: bool) -> Any:
+        def __call__(self, text: str, add_special_tokens: bool, verbose: bool) -> dict[str, list[int]]:
             assert not add_special_tokens
-            return SimpleNamespace(input_ids=[ord(letter) for letter in text])
+            assert not verbose
+            return {"input_ids": [ord(letter) for letter in text]}
 
     tokenizer = Tokenizer()
     assert windows(tokenizer, ["ab", "c", "de"], 3).tolist() == [[1, 97, 98], [1, 99, 1]]
