@@ -56,13 +56,24 @@ class Whole:
         """Sizes after the rows."""
         return self.record.global_shape[2 if is_stacked(self.record) else 1 :]
 
-    def add(self, record: TensorRecord) -> None:
+    def add(self, record: TensorRecord) -> bool:
+        """Take in a part; False when it cannot be one of the tensor that the others are parts of."""
+        if _in_common(record) != _in_common(self.record):
+            return False
         self.sources.update(record.sources)
         for box in boxes(record):
             self.places[box.expert].setdefault((box.start, box.stop, box.left, box.right), (box, record))
         row_dim = 1 if is_stacked(record) else 0
         starts = [start for dim, start, _ in record.slices if dim == row_dim]
         self.starts = list(map(min, self.starts, starts)) if self.starts else starts
+        return True
+
+
+def _in_common(record: TensorRecord) -> tuple[object, ...]:
+    """What all parts of a tensor share: ids of stacked experts, slices and so shapes differ by rank."""
+    stacked = is_stacked(record)
+    same = record.layer, record.part, record.dtype, record.global_shape, record.scale
+    return *same, stacked, () if stacked else record.experts
 
 
 class Gathered:
@@ -71,9 +82,13 @@ class Gathered:
     def __init__(self, root: Path, manifest: Manifest) -> None:
         self.wholes: dict[str, Whole] = {}
         self._files = OpenFiles(root)
-        for record in manifest.tensors:
-            if not record.alias:
-                self.wholes.setdefault(record.name, Whole(record)).add(record)
+        odd = [
+            record.name
+            for record in manifest.tensors
+            if not record.alias and not self.wholes.setdefault(record.name, Whole(record)).add(record)
+        ]
+        if odd:
+            raise InputError(f"{root}: the parts of its ranks are not of the same tensors", "convert again", items=odd)
         overlapping = [
             name
             for name, whole in self.wholes.items()
@@ -156,6 +171,10 @@ class ShardedSource(Source):
             return _Part(record.name, record.scale, 0, whole.rows)
         position = members.index(key.role)
         ends = [*whole.starts[1:], whole.rows]
+        if len(ends) != len(members) or whole.starts != sorted(whole.starts):
+            raise InputError(
+                f"{self.root}: {record.name} does not hold {', '.join(members)} one after the other", "convert again"
+            )
         return _Part(record.name, record.scale, whole.starts[position], ends[position] - whole.starts[position])
 
     def _entry(self, whole: Whole, key: Key, source: str) -> Entry:
@@ -188,8 +207,7 @@ class ShardedSource(Source):
 
     def _only(self, name: str) -> int | None:
         """The expert under which a tensor that stacks none is filed."""
-        (expert,) = self._gathered.wholes[name].places
-        return expert
+        return next(iter(self._gathered.wholes[name].places), None)  # none where it has no elements
 
     def _whole_rows(self, name: str, where: _Part, expert: int | None, rows: tuple[int, int] | None) -> Tensor:
         first, last = rows or (0, where.rows)

@@ -281,3 +281,33 @@ def test_an_expert_that_no_rank_holds(copy: Path) -> None:
     ranks = read_manifest(copy / SHARDED_NAME).ranks
     rewrite(copy, ranks=tuple(rank.model_copy(update={"experts": rank.experts[1:]}) for rank in ranks))
     assert [f for f in verify(copy, quick=True).failures if "stage 0: no rank holds expert 0" in f]
+
+
+def test_a_listed_name_that_no_file_can_have_is_missing(copy: Path) -> None:
+    manifest = read_manifest(copy / SHARDED_NAME)
+    last = manifest.files[-1].model_copy(update={"name": "z" * 300})
+    rewrite(copy, files=(*manifest.files, last))
+    assert f"{last.name}: missing" in "\n".join(verify(copy, quick=True).failures)
+
+
+def test_parts_of_one_name_that_are_of_several_tensors(copy: Path, tmp_path: Path) -> None:
+    """Each rank's record is sound by itself; only together they make no tensor."""
+    rows = list(read_manifest(copy / SHARDED_NAME).tensors)
+    at = next(i for i, row in enumerate(rows) if not row.experts and row.part == "weight" and not row.scale)
+    rows[at] = replace(rows[at], experts=(3,))
+    rewrite(copy, tensors=tuple(rows))
+    with pytest.raises(InputError, match="the parts of its ranks are not of the same tensors") as caught:
+        merge(copy, tmp_path / "out", jobs=1)
+    assert set(caught.value.items) == {rows[at].name}
+
+
+def test_a_fused_tensor_whose_parts_stand_in_another_order(copy: Path, tmp_path: Path) -> None:
+    """The runs add up to the rows that are there, whatever their order."""
+
+    def turned(row: TensorRecord) -> TensorRecord:
+        runs = tuple(item for item in row.slices if item[0] == 0)
+        return replace(row, slices=(*runs[::-1], *row.slices[len(runs) :])) if row.role == "attn.qkv" else row
+
+    rewrite(copy, tensors=tuple(map(turned, read_manifest(copy / SHARDED_NAME).tensors)))
+    with pytest.raises(InputError, match=r"does not hold attn\.q, attn\.k, attn\.v one after the other"):
+        merge(copy, tmp_path / "out", jobs=1)
