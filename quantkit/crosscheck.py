@@ -49,6 +49,7 @@ def cross_check(
         *_numbers(dims),
         *_layers(dims, weights),
         *_head(dims, weights),
+        *_dimensions(arch, dims, weights),
         *_shapes(arch, dims, weights),
         *_experts(arch, dims, weights),
         *_scales(arch, weights),
@@ -58,7 +59,7 @@ def cross_check(
 
 
 def contradictions(source: Source) -> list[Problem]:
-    """Errors of `cross_check` that make a model of wrong sizes: `convert` and `calibrate` refuse them."""
+    """Errors of `cross_check` that make a model of wrong sizes: `convert`, `calibrate` and `baseline` refuse them."""
     arch = replace(source.arch, experts_transposed=False)  # entries know their canonical shape
     weights = {
         key: Weight(key, {"weight": TensorInfo(entry.name, entry.dtype, entry.canonical_shape, 0, 0)})
@@ -67,6 +68,7 @@ def contradictions(source: Source) -> list[Problem]:
     found = [
         *_numbers(source.dims),
         *_layers(source.dims, weights),
+        *_dimensions(arch, source.dims, weights),
         *_shapes(arch, source.dims, weights),
         *_biases(arch, weights),
         *_experts(arch, source.dims, weights),
@@ -147,6 +149,24 @@ _KEYS_OF_UNIT: Mapping[str, str] = {
     "moe_intermediate": "the experts' intermediate size",
     "shared_intermediate": "the width or number of the shared experts",
 }
+
+
+_MATRICES = frozenset({Kind.LINEAR, Kind.ROUTER, Kind.EMBEDDING})
+
+
+def _dimensions(arch: Architecture, dims: Dims, weights: Mapping[Key, Weight]) -> Iterator[Problem]:
+    """A matrix has two sizes, three where experts are stacked: whatever reads its rows and columns relies on it."""
+    wrong = []
+    for key, weight in weights.items():
+        role = arch.role(key.role)
+        draft = key.layer is not None and key.layer >= dims.layers
+        if key.part != "weight" or weight.payload is None or draft or role.kind not in _MATRICES:
+            continue
+        sizes = 3 if role.per_expert and key.expert is None else 2
+        if len(weight.shape) != sizes:
+            wrong.append(f"{weight.payload.name}: {list(weight.shape)} is no matrix of {sizes} sizes")
+    if wrong:
+        yield _error(f"{len(wrong)} weights are no matrices", "complete the checkpoint", wrong[:_MAX_NAMED])
 
 
 def _shapes(arch: Architecture, dims: Dims, weights: Mapping[Key, Weight]) -> Iterator[Problem]:

@@ -182,8 +182,8 @@ def canonical_shape(arch: Architecture, weight: Weight) -> tuple[int, ...]:
         return (math.prod(shape),)  # a correction bias may be stored as [1, E]
     if role.per_expert and weight.key.expert is None:
         shape = shape[1:]
-        return shape[::-1] if arch.experts_transposed and "weight" in weight.parts else shape
-    return shape or (1,)
+        shape = shape[::-1] if arch.experts_transposed and "weight" in weight.parts else shape
+    return shape or (1,)  # of too few sizes: told by `crosscheck`
 
 
 def output_nbytes(arch: Architecture, weight: Weight, int8: bool) -> int:

@@ -18,8 +18,8 @@ from quantkit.archs.base import Architecture, Dims, text_config
 from quantkit.archs.registry import architecture_for
 from quantkit.archs.roles import Key
 from quantkit.errors import InputError, first_line
-from quantkit.spec.index import read_json
 from quantkit.spec.files import is_file
+from quantkit.spec.index import read_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -200,12 +200,23 @@ def parameter_value(arch: Architecture, dims: Dims, name: str, get: Callable[[Ke
     Args:
         name: full parameter name (`model.layers.3.mlp.experts.gate_up_proj`).
         get: tensor of a key in canonical orientation, for example `Source.get`.
+
+    Raises:
+        InputError: what should hold all experts does not have their sizes.
     """
     key = parameter_key(arch, name)
     tensor = get(key)
     if not (arch.role(key.role).per_expert and key.expert is None):
         return tensor
-    if arch.gate_up_interleaved and key.role == "expert.gate_up":
+    interleaved = arch.gate_up_interleaved and key.role == "expert.gate_up"
+    sizes = 2 if key.part == "bias" else 3
+    if tensor.ndim != sizes or (interleaved and tensor.shape[1] != 2 * dims.moe_intermediate):
+        rows = f", the second of them {2 * dims.moe_intermediate}" if interleaved else ""
+        raise InputError(
+            f"{name} has shape {list(tensor.shape)} in the checkpoint, the model wants {sizes} sizes{rows}",
+            "config.json does not describe these weights",
+        )
+    if interleaved:
         halves = tensor.unflatten(1, (2, dims.moe_intermediate))
         tensor = halves.transpose(1, 2).flatten(1, 2)
     if arch.experts_transposed and key.part == "weight":

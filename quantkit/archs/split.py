@@ -50,6 +50,8 @@ def split_range(dims: Dims, role: Role, length: int, size: int, rank: int) -> Ra
         start, stop = min(rank * per_rank, length), min((rank + 1) * per_rank, length)
         return Range(start, stop, per_rank - (stop - start))
     units = unit_count(dims, role, length)
+    if not units:  # an empty bias, of whose weight alone `misfit` is asked
+        return Range(0, length)
     width = length // units
     if role.unit in _REPLICATED and size > units:
         first, count = rank // (size // units), 1

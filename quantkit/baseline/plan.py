@@ -16,6 +16,7 @@ from quantkit.archs.modeling import load_config, load_tokenizer, require_embedde
 from quantkit.baseline.texts import TextOptions, check, make_sequences
 from quantkit.calibrate.activations import MEMORY_BUDGET
 from quantkit.calibrate.plan import choose_device, layer_bytes
+from quantkit.calibrate.weights import require_sound
 from quantkit.checkpoint.reader import Source
 from quantkit.compare.companions import tokenizer_record
 from quantkit.host import free_bytes
@@ -161,6 +162,7 @@ def make_plan(
     source = Source(root)
     source.require_classified()
     load_config(root)
+    require_sound(source)
     place, dtype = choose_device(device)
     tokenizer = load_tokenizer(root)
     sequences, warnings = make_sequences(tokenizer, source.arch, source.dims, source.config, options.texts)

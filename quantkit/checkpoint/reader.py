@@ -288,7 +288,7 @@ class Source:
             found = recognise(first.name, stored, self.context)
             shape = found.shape(stored, self._reader(stored), self.context)
             stacked = self.is_stacked(key) and key.part == "weight"
-            transposed = stacked and self.arch.experts_transposed and not found.oriented
+            transposed = stacked and self.arch.experts_transposed and not found.oriented and len(shape) == 3
             name = stored[found.payload[0]].name
             entries[key] = Entry(key, name, stored, found, shape, found.dtype(stored), transposed)
         return entries, unclassified

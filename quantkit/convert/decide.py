@@ -129,8 +129,8 @@ def _scheme(source: Source, recipe: Recipe, key: Key, entry: Entry, problems: Pr
     shape = source.canonical_shape(key)
     dimensions = 3 if source.is_stacked(key) else 2
     if len(shape) != dimensions:
-        problems.source.append(f"{entry.name}: a {key.role} of shape {list(shape)} is no matrix of {dimensions} sizes")
-    elif shape[-1] > MAX_INT32_K:
+        return scheme  # `contradictions` tells of it
+    if shape[-1] > MAX_INT32_K:
         problems.use.append(
             f"{entry.name}: K = {shape[-1]} overflows int32 sums; legal K: up to {MAX_INT32_K}; keep it"
         )

@@ -127,7 +127,11 @@ class Planner:
         if not dtypes <= (FLOAT_DTYPES if value.is_floating_point() else _INDEX_DTYPES):
             self._problems.dtypes.append(f"{name}: stored as {_describe(self._files, leaves)}")
             return None
-        shape = tuple(parameter_value(self._files.arch, self._files.dims, name, lambda _: tensor).shape)
+        try:
+            shape = tuple(parameter_value(self._files.arch, self._files.dims, name, lambda _: tensor).shape)
+        except InputError as error:
+            self._problems.shapes.append(error.message)
+            return None
         if shape != tuple(value.shape):
             self._problems.shapes.append(self._shape_problem(name, shape, tuple(value.shape), leaves))
             return None
