@@ -24,14 +24,15 @@ from tests.fuzz.mutate import BAIT
 CASES = 6
 FOUND: dict[str, tuple[int, ...]] = {
     "index": (7,),
-    "checkpoint": (27, 1002000212, 9000432, 9201556),
+    "checkpoint": (27, 1002000212, 9000432, 9201556, 1000031831),
     "config": (722393, 722892, 1000018, 1001002626, 1002000089, 1007000824, 9200797, 1009400364),
     "config_of_a_run": (52041, 52243),
-    "manifest": (982, 723672, 1002104),
+    "manifest": (982, 723672, 1002104, 36205),
     "texts": (721670, 723203, 1007000519, 2007001022, 31001458),
     "baseline": (4, 9, 10, 16, 33, 44, 47),
+    "comparison": (30706,),
     "work": (18,),
-    "tokenizer": (21, 1032, 1001912, 1001000912),
+    "tokenizer": (21, 1032, 1001912, 1001000912, 32196),
     "endpoint": (2, 5, 6),
 }
 """Seeds of cases that ended with a traceback when they were run first."""
