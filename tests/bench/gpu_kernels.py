@@ -82,7 +82,7 @@ class Bench:
         for n, k in DENSE:
             w_bf16, w = weights_bf16(n, k), int8(copies(n * k, 16), n, k)
             w_scale = scales(n, 1)
-            for m in (1, 2, 4, 8, 16, 64, 512, 4096):
+            for m in (1, 2, 4, 8, 16, 32, 64, 512, 600, 4096):
                 x, x_bf16 = int8(m, k), normal(m, k)
                 us = {"bf16": call_us([partial(functional.linear, x_bf16, one) for one in w_bf16])}
                 floor, kernels = n * k / self.bandwidth / 1e6, {}
