@@ -232,7 +232,7 @@ def _fill(
     for size in all_sizes:
         try:
             graphs[size] = record(size)
-        except RuntimeError as error:  # an operation that waits for the device cannot be recorded
+        except Exception as error:  # an operation that waits for the device, or a compiler's own errors
             why = first_line(error)
         if why := agree(why):  # at once: others would wait for this rank in the next forward
             graphs.clear()

@@ -208,7 +208,8 @@ def run_case(
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
-            kind, detail = "exception", f"{type(error).__name__}: {str(error)[:300]}\n{_where(error)}"
+            said = str(error).replace(str(folder), folder.name)[:300]
+            kind, detail = "exception", f"{type(error).__name__}: {said}\n{_where(error)}"
     if not kind and seen:
         kind, detail = "escape", "; ".join(seen)
     grown = _status("VmHWM") - before
