@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quantkit.errors import first_line
-from quantkit_runtime.kernels.reference import Tiles
+from quantkit_runtime.kernels.reference import Rope, Tiles
 from quantkit_runtime.kv_cache import KvCache, Layer, LayerSpec
 
 NAME = "quantkit_paged"
@@ -32,10 +32,6 @@ _SCORES = 2**24
 """Scores that are held at once where torch has no fused attention (softcaps, sinks): 64 MiB in float32."""
 
 
-Rope = tuple[Tensor, Tensor]
-"""cos and sin of tokens."""
-
-
 @dataclass(frozen=True)
 class Step:
     """What attention must know about the packed tokens of one forward.
@@ -43,7 +39,7 @@ class Step:
     Attributes:
         cache: the pool.
         write: puts keys and values `[T, G, D]` of the tokens into a layer and gives back their queries `[T, H, D]`;
-            with cos and sin `[T, R]` it rotates queries and keys first (see `kernels.reference.rotated`).
+            with a `Rope` it rotates queries and keys first.
         table: int32 `[B, groups, blocks]`, padded with 0; a layer reads that of its group.
         kernel: `paged_decode` or `paged_prefill` (see `kernels.reference`), None for attention in torch.
         where: what the kernel takes behind the table: lengths of the sequences, or tiles of their queries.
@@ -96,8 +92,7 @@ def paged_attention(
     layer = step.cache.layers[module.layer_idx]
     window, block, tables = layer.spec.window, step.cache.format.block, step.table[:, layer.group]
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
-    rope = left_rope(module, query, key)
-    q_THD = step.write(layer, q_THD, k_TGD, v_TGD, rope and (rope[0][0], rope[1][0]))
+    q_THD = step.write(layer, q_THD, k_TGD, v_TGD, left_rope(module, query, key))
     if step.kernel is not None:
         stores = layer.keys.data, layer.keys.scale, layer.values.data, layer.values.scale
         seen = step.kernel(q_THD, *stores, tables, step.where, scaling, s_aux, window, softcap or 0.0)
@@ -113,9 +108,9 @@ def paged_attention(
     return torch.cat(out, 1).transpose(0, 1).unsqueeze(0), None
 
 
-def leave_rope(query: Tensor, key: Tensor, cos_1TR: Tensor, sin_1TR: Tensor) -> None:
+def leave_rope(query: Tensor, key: Tensor, rope: Rope) -> None:
     """Leave the rotation of queries and keys to the write into the cache; attention must get these very tensors."""
-    query.rope = key.rope = cos_1TR, sin_1TR  # type: ignore[attr-defined]
+    query.rope = key.rope = rope  # type: ignore[attr-defined]
 
 
 def left_rope(module: Any, query: Tensor, key: Tensor) -> Rope | None:

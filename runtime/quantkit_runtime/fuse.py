@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from quantkit.errors import UsageError, first_line
 from quantkit_runtime import attention
 from quantkit_runtime.kernels import registry
-from quantkit_runtime.kernels.reference import rotated
+from quantkit_runtime.kernels.reference import Rope, rotated
 from quantkit_runtime.layers import Int8Linear
 
 TOKENS = 3
@@ -318,27 +318,44 @@ _ROPE = "apply_rotary_pos_emb"
 """What the attention of transformers' models rotates queries and keys with: a function of its own module's globals."""
 
 
+_FORMS = ((False, 2), (True, 2), (False, 1), (True, 1))
+"""(whether neighbours are a pair, how many values of cos stand for a pair), as families have them."""
+
+
 class _LaterRope:
     """What one attention module calls in its place: over the paged cache it leaves the rotation to the write."""
 
     def __init__(self, module: Any, rotate: Callable[..., tuple[Tensor, Tensor]]) -> None:
-        self.module, self.rotate, self.reason = module, rotate, "it rotates with another function"
+        self.module, self.rotate, self.form = module, rotate, _FORMS[0]
+        self.reason = "it rotates with another function"
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Any:
         kind = self.module.config._attn_implementation
         if kind == attention.ROPE_PROOF:
-            self.reason = self._difference(q, k, cos, sin, self.rotate(q, k, cos, sin, *rest, **options))
+            self._choose_form(q, k, cos, sin, self.rotate(q, k, cos, sin, *rest, **options))
         if kind in (attention.NAME, attention.ROPE_PROOF):
-            attention.leave_rope(q, k, cos, sin)
+            attention.leave_rope(q, k, self._rope(cos, sin))
             return q, k
         return self.rotate(q, k, cos, sin, *rest, **options)
 
-    def _difference(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, want: tuple[Tensor, Tensor]) -> str:
-        if cos.ndim != 3 or sin.shape != cos.shape or cos.shape[-1] > q.shape[-1] or q.shape[-2] != cos.shape[1]:
-            return "its rotation takes another cos and sin"
-        got = [rotated(x[0].transpose(0, 1), cos[0], sin[0]).transpose(0, 1).unsqueeze(0) for x in (q, k)]
-        reason = _difference(got, list(want))
-        return reason and f"its rotation is another: {reason}"
+    def _rope(self, cos_1TR: Tensor, sin_1TR: Tensor) -> Rope:
+        adjacent, values = self.form
+        pairs = slice(cos_1TR.shape[-1] // values)
+        return Rope(cos_1TR[0, :, pairs], sin_1TR[0, :, pairs], adjacent)
+
+    def _choose_form(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, want: tuple[Tensor, Tensor]) -> None:
+        """The form that gives what the module's own function gives, or `reason`."""
+        self.reason = "its rotation takes another cos and sin"
+        if cos.ndim != 3 or sin.shape != cos.shape or cos.shape[:2] != (q.shape[0], q.shape[2]) or cos.shape[-1] % 2:
+            return
+        for self.form in _FORMS:
+            rope = self._rope(cos, sin)
+            if 2 * rope.cos.shape[1] <= q.shape[-1]:
+                got = [rotated(x[0].transpose(0, 1), rope).transpose(0, 1).unsqueeze(0) for x in (q, k)]
+                self.reason = _difference(got, list(want))
+                if not self.reason:
+                    return
+                self.reason = f"its rotation is another: {self.reason}"
 
 
 def _rope(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import first_line
-from quantkit_runtime.attention import NAME, Rope, Step, implementation
-from quantkit_runtime.kernels.reference import rotated
+from quantkit_runtime.attention import NAME, Step, implementation
+from quantkit_runtime.kernels.reference import Rope, rotated
 from quantkit_runtime.kernels.tuning import tuning
 from quantkit_runtime.kv_cache import KvCache, Layer
 from quantkit_runtime.memory import cache_bytes
@@ -202,7 +202,7 @@ class PagedRunner:
             if kernel is not None:
                 stores = layer.keys.data, layer.keys.scale, layer.values.data, layer.values.scale
                 return kernel(q_THD, k_TGD, v_TGD, rope, slots_T, *stores)
-            q_THD, k_TGD = (q_THD, k_TGD) if rope is None else (rotated(x, *rope) for x in (q_THD, k_TGD))
+            q_THD, k_TGD = (q_THD, k_TGD) if rope is None else (rotated(x, rope) for x in (q_THD, k_TGD))
             layer.write(slots_T, k_TGD, v_TGD)
             return q_THD
 

@@ -23,6 +23,7 @@ from quantkit_instruments import tune
 from quantkit_instruments.timing import call_us, capture, copies, median_us
 from quantkit_runtime import device
 from quantkit_runtime.kernels import registry
+from quantkit_runtime.kernels.reference import Rope
 from quantkit_runtime.kernels.tuning import VARIABLE, as_json, tuning
 
 BF16 = torch.bfloat16
@@ -265,7 +266,7 @@ class Decoder:
             )
             self.table, self.lengths = operands[5], operands[6]
         self.places = self.table[:, -1].long() * PAGE + PAGE - 1
-        self.cos, self.sin = torch.rand((2, batch, DIM), device="cuda").unbind()
+        self.cos, self.sin = torch.rand((2, batch, DIM // 2), device="cuda").unbind()
         self.hidden = normal(batch, HIDDEN)
 
     def attend(self, qkv: Tensor, cache: tuple[Any, ...]) -> Tensor:
@@ -275,7 +276,7 @@ class Decoder:
     def rope_write(self, qkv: Tensor, cache: tuple[Any, ...]) -> Tensor:
         parts = qkv.view(self.batch, -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
         write = self.bench.find("rope_write", self.batch).run
-        rotated: Tensor = write(*parts, (self.cos, self.sin), self.places, *cache)
+        rotated: Tensor = write(*parts, Rope(self.cos, self.sin), self.places, *cache)
         return rotated
 
 

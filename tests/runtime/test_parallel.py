@@ -81,7 +81,7 @@ def test_fusions_on_every_mesh(families: Prepared, world: World, family: str, me
         assert np.linalg.norm(rank["logits"] - alone["logits"]) / np.linalg.norm(alone["logits"]) < 1e-4
         assert rank["tokens"] == alone["tokens"]
         assert not rank["fallbacks"]
-        assert rank["fused"].get("rope") == {"minimax_m2": len(rank["layers"]), "qwen3_next": None}.get(family, 0)
+        assert rank["fused"].get("rope") == {"deepseek_v3": 0, "qwen3_next": None}.get(family, len(rank["layers"]))
 
 
 # ------------------------------------------------------------------------------------------ the ways of one family

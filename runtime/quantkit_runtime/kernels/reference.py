@@ -331,20 +331,34 @@ def paged_prefill(
     return out
 
 
-def rotated(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    """The first R values of each head rotated, the halves of them against each other, in float32 and rounded once."""
-    rotary = cos_TR.shape[-1]
-    first, second = x_THD[..., :rotary].float().chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1) * sin_TR.float().unsqueeze(1)
-    turned = x_THD[..., :rotary].float() * cos_TR.float().unsqueeze(1) + turned
-    return torch.cat((turned.to(x_THD.dtype), x_THD[..., rotary:]), dim=-1)
+class Rope(NamedTuple):
+    """How heads are rotated: pairs of their first 2P values, each by an angle of its own; what is behind stays.
+
+    Attributes:
+        cos, sin: of the angles, float `[T, P]`.
+        adjacent: value 2i forms a pair with 2i + 1, and not i with i + P.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    adjacent: bool = False
+
+
+def rotated(x_THD: Tensor, rope: Rope) -> Tensor:
+    """Every head rotated, in float32 and rounded once."""
+    width = 2 * rope.cos.shape[1]
+    shape = (-1, 2) if rope.adjacent else (2, -1)
+    first, second = x_THD[..., :width].float().unflatten(-1, shape).unbind(-1 if rope.adjacent else -2)
+    cos, sin = rope.cos.float().unsqueeze(1), rope.sin.float().unsqueeze(1)
+    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1 if rope.adjacent else -2)
+    return torch.cat((turned.flatten(-2).to(x_THD.dtype), x_THD[..., width:]), dim=-1)
 
 
 def rope_write(
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
-    rope: tuple[Tensor, Tensor] | None,
+    rope: Rope | None,
     places: Tensor,
     k_cache: Tensor,
     k_scale: Tensor | None,
@@ -354,11 +368,11 @@ def rope_write(
     """Rotate queries and keys, write keys and values into their pages -> rotated queries `[T, H, D]`.
 
     Args:
-        rope: cos and sin `[T, R]` of each token's position, see `rotated`; None: both are rotated already.
+        rope: None: both are rotated already.
         places: int64 `[T]`, block x block_size + offset of each token; negative ones are not written.
         k_cache, k_scale, v_cache, v_scale: as in `paged_decode`; written in place.
     """
-    q, k = (q_THD, k_TGD) if rope is None else (rotated(x, *rope) for x in (q_THD, k_TGD))
+    q, k = (q_THD, k_TGD) if rope is None else (rotated(x, rope) for x in (q_THD, k_TGD))
     kept = places >= 0
     block, offset = places[kept] // k_cache.shape[2], places[kept] % k_cache.shape[2]
     for values, cache, scale in ((k, k_cache, k_scale), (v_TGD, v_cache, v_scale)):

@@ -214,9 +214,9 @@ def _rope_write(tokens: int) -> Iterator[Case]:
     places = torch.randperm(blocks * page, generator=random)[:tokens]
     shape = (blocks, kv_heads, page, dim)
     caches = (torch.zeros(shape, dtype=torch.int8), torch.zeros(shape[:3]), torch.zeros(shape), None)
-    for rotary in (dim, 24):
-        rope = torch.rand((2, tokens, rotary), generator=random).unbind()
-        yield Case((q, k, v, rope, places, *caches), 1e-5, steps=1)
+    for pairs, adjacent in ((dim // 2, False), (12, False), (12, True)):
+        cos, sin = torch.rand((2, tokens, 2 * pairs), generator=random)[..., :pairs].unbind()
+        yield Case((q, k, v, reference.Rope(cos, sin, adjacent), places, *caches), 1e-5, steps=1)
     yield Case((q, k, v, None, places, *caches), 1e-5, steps=1)
 
 

@@ -44,7 +44,7 @@ PREFILL = {
 CACHE = {
     "q": "*bf16", "k": "*bf16", "v": "*bf16", "cos": "*fp32", "sin": "*fp32", "places": "*i64", "q_out": "*bf16",
     "k_cache": "*i8", "k_scale": "*fp32", "v_cache": "*bf16", "heads": "i32", "kv_heads": "i32",
-    **{f"{name}_{part}": "i32=16" for name in "qkv" for part in ("token", "head")},
+    "angles_token": "i32=16", **{f"{name}_{part}": "i32=16" for name in "qkv" for part in ("token", "head")},
 }  # fmt: skip
 """Triton's types of the arguments; "=16": a multiple of 16."""
 
@@ -69,7 +69,16 @@ _PREFILL = {
 }  # fmt: skip
 _EXPANDED = {**_FLOAT_KEYS, "DIM": 192, "BD": 256, "BN": 32, "WINDOW": True, "SINKS": True}
 _ALIGN = {"E": 128, "BINS": 256, "BLOCK": 128, "CHUNK": 1024, "FILL": 128}
-_WRITE = {"v_scale": None, "PAGE": 16, "DIM": 128, "ROTARY": 128, "INT8_K": True, "INT8_V": False, "BD": 128}
+_WRITE = {
+    "v_scale": None,
+    "PAGE": 16,
+    "DIM": 128,
+    "PAIRS": 64,
+    "ADJACENT": False,
+    "INT8_K": True,
+    "INT8_V": False,
+    "BD": 128,
+}
 
 KERNELS: dict[str, tuple[Any, ...]] = {
     "gemm": _gemm(128, 128, 0, 0, False, 8),
@@ -89,7 +98,8 @@ KERNELS: dict[str, tuple[Any, ...]] = {
     "paged_prefill, many tokens": (prefill._prefill, PREFILL, {**_PREFILL, "BM": 128}, 4),
     "paged_prefill, expanded latents": (prefill._prefill, {**PREFILL, "k": "*bf16"}, {**_PREFILL, **_EXPANDED}, 4),
     "rope_write": (cache._rope_write, CACHE, _WRITE, 1),
-    "rope_write, nothing rotated": (cache._rope_write, CACHE, {**_WRITE, "ROTARY": 0}, 1),
+    "rope_write, adjacent pairs": (cache._rope_write, CACHE, {**_WRITE, "PAIRS": 32, "ADJACENT": True}, 1),
+    "rope_write, nothing rotated": (cache._rope_write, CACHE, {**_WRITE, "PAIRS": 0}, 1),
 }  # fmt: skip
 """Kernel, types of its arguments, its constants, warps."""
 

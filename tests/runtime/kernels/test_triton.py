@@ -254,14 +254,16 @@ def test_tiles_of_prefill_attention_bring_their_own_shape(
     assert taken == [rows[1][1], rows[0][1], rows[0][1]]
 
 
-@pytest.mark.parametrize("rotary", [12, 8, 0])
+@pytest.mark.parametrize(("pairs", "adjacent"), [(6, False), (4, False), (4, True), (6, True), (0, False)])
 @pytest.mark.parametrize(("int8_keys", "int8_values"), [(False, False), (True, False), (True, True)])
-def test_rope_write(triton_kernels: Modules, int8_keys: bool, int8_values: bool, rotary: int) -> None:
+def test_rope_write(triton_kernels: Modules, int8_keys: bool, int8_values: bool, pairs: int, adjacent: bool) -> None:
     """Queries, keys and values as transformers hands them over: views of one product, the heads before the tokens."""
     tokens, heads, kv_heads, dim = 5, 6, 2, 12
     q, k, v = cases.normal(0, tokens, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], dim=1)
     v = columns(v)
-    rope = (cases.normal(1, tokens, rotary), columns(cases.normal(2, tokens, rotary))) if rotary else None
+    whole = cases.normal(1, tokens, 2 * pairs), cases.normal(2, tokens, 2 * pairs)
+    cos, sin = (x[:, :pairs] for x in whole) if adjacent else (whole[0][:, :pairs], columns(whole[1][:, :pairs]))
+    rope = reference.Rope(cos, sin, adjacent) if pairs else None
     places = torch.tensor([3, 17, -1, 8, 0])
 
     def caches() -> list[Tensor | None]:

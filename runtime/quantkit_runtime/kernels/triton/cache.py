@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantkit_runtime.kernels.reference import Rope
 from quantkit_runtime.kernels.triton.overlap import after_previous, overlap
 from quantkit_runtime.kernels.triton.quantize import absmax_scale, rounded_quotient
 
@@ -24,9 +25,9 @@ def _write(cache, scale, at, d, inside, value, DIM: tl.constexpr, INT8: tl.const
 @triton.jit
 def _rope_write(
     q, k, v, cos, sin, places, q_out, k_cache, k_scale, v_cache, v_scale, heads, kv_heads,
-    q_token, q_head, k_token, k_head, v_token, v_head,
-    PAGE: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, INT8_K: tl.constexpr, INT8_V: tl.constexpr,
-    BD: tl.constexpr, OVERLAP: tl.constexpr,
+    q_token, q_head, k_token, k_head, v_token, v_head, angles_token,
+    PAGE: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, ADJACENT: tl.constexpr, INT8_K: tl.constexpr,
+    INT8_V: tl.constexpr, BD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # The heads of a token in their order: keys, values, and queries where they are to be rotated.
     after_previous(OVERLAP)
@@ -42,14 +43,18 @@ def _rope_write(
     x = tl.load(row + d, mask=inside, other=0.0)
     dtype = x.dtype
     value = x.to(tl.float32)
-    if ROTARY > 0:
+    if PAIRS > 0:
         if (head < kv_heads) | (head >= 2 * kv_heads):
-            low, turns = d < ROTARY // 2, d < ROTARY
-            at = tl.where(low, d + ROTARY // 2, d - ROTARY // 2)
-            other = tl.load(row + at, mask=turns, other=0.0).to(tl.float32)
-            c = tl.load(cos + token * ROTARY + d, mask=turns, other=1.0).to(tl.float32)
-            s = tl.load(sin + token * ROTARY + d, mask=turns, other=0.0).to(tl.float32)
-            value = (value * c + tl.where(low, -other, other) * s).to(dtype).to(tl.float32)
+            turns = d < 2 * PAIRS
+            if ADJACENT:
+                first, partner, angle = d % 2 == 0, d ^ 1, d // 2
+            else:
+                first = d < PAIRS
+                partner, angle = tl.where(first, d + PAIRS, d - PAIRS), d % PAIRS
+            other = tl.load(row + partner, mask=turns, other=0.0).to(tl.float32)
+            c = tl.load(cos + token * angles_token + angle, mask=turns, other=1.0).to(tl.float32)
+            s = tl.load(sin + token * angles_token + angle, mask=turns, other=0.0).to(tl.float32)
+            value = (value * c + tl.where(first, -other, other) * s).to(dtype).to(tl.float32)
     if head >= 2 * kv_heads:
         tl.store(q_out + (token * heads + head - 2 * kv_heads) * DIM + d, value.to(dtype), mask=inside)
         return
@@ -67,7 +72,7 @@ def rope_write(
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
-    rope: tuple[Tensor, Tensor] | None,
+    rope: Rope | None,
     places: Tensor,
     k_cache: Tensor,
     k_scale: Tensor | None,
@@ -80,12 +85,15 @@ def rope_write(
     if not tokens:
         return out
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_TGD, v_TGD))
-    cos, sin = (places, places) if rope is None else (x.contiguous() for x in rope)
-    rotary = 0 if rope is None else cos.shape[-1]
-    _rope_write[(tokens, 2 * kv_heads + (heads if rotary else 0))](
+    pairs, angles_token = (0, 0) if rope is None else (rope.cos.shape[1], rope.cos.stride(0))
+    cos, sin = (places, places) if rope is None else rope[:2]
+    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+        cos, sin, angles_token = cos.contiguous(), sin.contiguous(), pairs
+    _rope_write[(tokens, 2 * kv_heads + (heads if pairs else 0))](
         q, k, v, cos, sin, places.contiguous(), out, k_cache, k_scale, v_cache, v_scale, heads, kv_heads,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        PAGE=page, DIM=dim, ROTARY=rotary, INT8_K=k_scale is not None, INT8_V=v_scale is not None,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], angles_token,
+        PAGE=page, DIM=dim, PAIRS=pairs, ADJACENT=rope is not None and rope.adjacent,
+        INT8_K=k_scale is not None, INT8_V=v_scale is not None,
         BD=triton.next_power_of_2(dim), num_warps=1, **overlap(),
     )  # fmt: skip
     return out
