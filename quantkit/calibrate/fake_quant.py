@@ -1,10 +1,10 @@
 """A materialized layer with the arithmetic of INT8: which GEMMs are quantized is chosen for each pass through it.
 
-Weights are rounded once and kept beside the float ones, activations are rounded on the fly, products are those of the
-dequantized values. Linear modules get a `forward` of their own, experts with 3-D parameters are reached through
+Weights are rounded once and kept as codes beside the float ones, activations are rounded on the fly, products are those
+of the dequantized values. Linear modules get a `forward` of their own, experts with 3-D parameters are reached through
 `quantkit.calibrate.experts`. Within a layer a scheme belongs to a role: experts of a layer always share it.
 
-Peak memory: the quantized weights of one layer in the compute dtype, beside the layer.
+Peak memory: the codes of one layer beside the layer, and the values of some of their rows for each thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from quantkit.archs import Architecture, Kind
 from quantkit.archs.modeling import parameter_key
-from quantkit.arithmetic import channel_scales, represented
+from quantkit.arithmetic import channel_scales, dequantize, quantize, represented
 from quantkit.calibrate.experts import LINEAR, is_fused_experts, projection_weight
 from quantkit.spec.scheme import Scheme, group_size_for
 
@@ -31,8 +31,22 @@ BF16: Schemes = {"": Scheme("bf16", 0, 0, False, "BF16 arithmetic")}
 """Instead of schemes: what enters and leaves every GEMM and norm is rounded to BF16. Engines that run the source round
 that and more, so it is a yardstick: what differs no more than this from the float32 model is as good as the source."""
 
-Rounded = Callable[[str, Tensor], Tensor]
-"""(parameter name below the layer, value as the module holds it, `[..., N, K]`) -> dequantized INT8 of that shape."""
+_BLOCK_ELEMENTS = 1 << 22
+"""Of a weight that is rounded or multiplied at once: 16 MiB of float32."""
+
+_ACCELERATOR_BLOCK_ELEMENTS = 1 << 28
+
+
+class Codes(NamedTuple):
+    """A weight as INT8: int8 `[N, K]`, float32 scales `[N, 1]`."""
+
+    q: Tensor
+    scale: Tensor
+
+
+Rounded = Callable[[str, Tensor], Codes | Tensor]
+"""(parameter name below the layer, of stacked experts `NAME.EXPERT`; value `[N, K]`) -> what is multiplied for it:
+codes, or a tensor as it is."""
 
 Corrected = Callable[[str, Tensor, Scheme], Tensor]
 """(name of the weight as for `Rounded`, bias `[N]` as the module holds it, scheme of the GEMM) -> what is added."""
@@ -41,9 +55,34 @@ RoundedTokens = Callable[[Tensor, Scheme], Tensor]
 """(activations `[..., K]`, scheme of the GEMM that they enter) -> the same as that scheme represents them."""
 
 
-def round_to_nearest(_name: str, w_NK: Tensor) -> Tensor:
-    """Weights `[..., N, K]` as INT8 per output channel represents them, in their own dtype."""
-    return represented(w_NK, channel_scales(w_NK)).to(w_NK.dtype)
+def round_to_nearest(_name: str, w_NK: Tensor) -> Codes:
+    """Weights as INT8 per output channel."""
+    scale_N1 = channel_scales(w_NK)
+    q = torch.empty(w_NK.shape, dtype=torch.int8, device=w_NK.device)
+    for rows in _blocks(w_NK):
+        q[rows] = quantize(w_NK[rows], scale_N1[rows])
+    return Codes(q, scale_N1)
+
+
+def _linear(x: Tensor, weight: Codes | Tensor, bias_N: Tensor | None) -> Tensor:
+    """`x` `[..., K]` times a weight -> `[..., N]`."""
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight, bias_N)
+    parts = [
+        F.linear(
+            x, dequantize(weight.q[rows], weight.scale[rows]).to(x.dtype), None if bias_N is None else bias_N[rows]
+        )
+        for rows in _blocks(weight.q)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _blocks(w_NK: Tensor) -> Iterator[slice]:
+    """Rows of a weight that are taken at once; at least one block."""
+    n, k = w_NK.shape
+    elements = _BLOCK_ELEMENTS if w_NK.device.type == "cpu" else _ACCELERATOR_BLOCK_ELEMENTS
+    step = max(1, elements // max(1, k))
+    return (slice(start, start + step) for start in range(0, max(1, n), step))
 
 
 def uncorrected(_name: str, bias: Tensor, _scheme: Scheme) -> Tensor:
@@ -97,7 +136,7 @@ class FakeQuantizer:
     ) -> None:
         self._arch, self._prefix, self._rounding, self._rounded_tokens = arch, prefix, rounding, rounded_tokens
         self._current = _Current()
-        self._weights: dict[str, Tensor] = {}
+        self._weights: dict[str, Codes | Tensor] = {}
         self._biases: dict[tuple[str, str], Tensor] = {}
 
     @contextmanager
@@ -176,9 +215,8 @@ class FakeQuantizer:
             scheme = self._scheme(role) if role else None
             if scheme is None:
                 return plain(x)
-            return F.linear(
-                self._rounded_tokens(x, scheme), self._weights[parameter], self._bias(parameter, module.bias, scheme)
-            )
+            bias = self._bias(parameter, module.bias, scheme)
+            return _linear(self._rounded_tokens(x, scheme), self._weights[parameter], bias)
 
         setattr(module, "forward", forward)  # noqa: B010  # an instance attribute shadows the method, on purpose
         return [(module, "forward")]
@@ -201,7 +239,7 @@ class FakeQuantizer:
             role = self._role(f"{name}.{parameter}", roles)
             if role:
                 found[projection] = role, f"{name}.{parameter}"
-                self._weights[f"{name}.{parameter}"] = self._rounded_experts(f"{name}.{parameter}", module, parameter)
+                self._round_experts(f"{name}.{parameter}", module, parameter)
 
         def linear(projection: str, expert: int, x_SK: Tensor, w_NK: Tensor, bias: Tensor | None) -> Tensor:
             if self._is_narrow:
@@ -210,19 +248,13 @@ class FakeQuantizer:
             scheme = self._scheme(role) if role else None
             if scheme is None:
                 return F.linear(x_SK, w_NK, bias)
-            rounded = self._rounded_tokens(x_SK, scheme)
-            return F.linear(
-                rounded, self._weights[parameter][expert], self._bias(f"{parameter}.{expert}", bias, scheme)
-            )
+            name = f"{parameter}.{expert}"
+            return _linear(self._rounded_tokens(x_SK, scheme), self._weights[name], self._bias(name, bias, scheme))
 
         setattr(module, LINEAR, linear)
         return [(module, LINEAR)]
 
-    def _rounded_experts(self, name: str, module: Any, parameter: str) -> Tensor:
-        """`[E, N, K]`, rounded one expert at a time so that temporaries stay small."""
+    def _round_experts(self, name: str, module: Any, parameter: str) -> None:
         weight: Tensor = getattr(module, parameter)
-        w_ENK = weight.transpose(1, 2) if module.is_transposed else weight
-        rounded = torch.empty(w_ENK.shape, dtype=weight.dtype, device=weight.device)
-        for expert, w_NK in enumerate(w_ENK):
-            rounded[expert] = self._rounding.weights(f"{name}.{expert}", w_NK)
-        return rounded
+        for expert, w_NK in enumerate(weight.transpose(1, 2) if module.is_transposed else weight):
+            self._weights[f"{name}.{expert}"] = self._rounding.weights(f"{name}.{expert}", w_NK)

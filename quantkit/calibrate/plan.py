@@ -173,7 +173,7 @@ class Plan:
     def memory_bytes(self) -> int:
         """Estimate of the peak: a layer, its batches, and what the pass that needs most has beside them."""
         layer, outside = layer_bytes(self.source, self.dtype)
-        trial = layer if self.held_out.samples else 0  # the quantized weights
+        trial = layer // self.dtype.itemsize if self.held_out.samples else 0  # the codes of its weights
         beside = max([trial, *map(self._search_bytes, self.recipe.methods)])
         peak = max(outside, layer + self.default_jobs * self.batch_bytes + beside)
         return peak + (0 if self.spools else self.hidden_bytes)

@@ -11,8 +11,7 @@ from torch import Tensor
 from quantkit.archs import Key
 from quantkit.archs.assemble import rows_in_fused
 from quantkit.archs.modeling import parameter_key
-from quantkit.arithmetic import dequantize
-from quantkit.calibrate.fake_quant import Corrected, Rounded, Rounding, round_to_nearest, uncorrected
+from quantkit.calibrate.fake_quant import Codes, Corrected, Rounded, Rounding, round_to_nearest, uncorrected
 from quantkit.calibrate.methods import method
 from quantkit.calibrate.weights import gemm_keys
 from quantkit.checkpoint.reader import OpenFiles, Source
@@ -57,15 +56,20 @@ def _stored_biases(artifact: Path) -> Mapping[str, TensorInfo]:
 
 
 def _weights(source: Source, layer: int, codes: Mapping[str, Tensor]) -> Rounded:
-    def rounded(name: str, w_NK: Tensor) -> Tensor:
+    def rounded(name: str, w_NK: Tensor) -> Codes:
         keys = _keys(source, layer, name)
         if any(key.shard_name not in codes for key in keys):
             return round_to_nearest(name, w_NK)
-        parts = [dequantize(codes[key.shard_name], codes[f"{key.shard_name}_scale"]) for key in keys]
-        found = torch.stack(parts, 1).flatten(0, 1) if _interleaved(source, keys) else torch.cat(parts)
-        return found.to(w_NK)
+        parts = ([codes[f"{key.shard_name}{part}"] for key in keys] for part in ("", "_scale"))
+        join = _interleave if _interleaved(source, keys) else torch.cat
+        return Codes(*(join(each).to(w_NK.device) for each in parts))
 
     return rounded
+
+
+def _interleave(parts: Sequence[Tensor]) -> Tensor:
+    """The first rows of all parts, then their second ones, and so on."""
+    return torch.stack(tuple(parts), 1).flatten(0, 1)
 
 
 def _biases(source: Source, layer: int, stored: Mapping[str, TensorInfo], files: OpenFiles) -> Corrected:

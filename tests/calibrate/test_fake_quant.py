@@ -92,3 +92,29 @@ def test_experts_equal_one_product_for_each_token(minimax: Path) -> None:
             total += weight * (down @ y)
         # a float32 sum may fall on the other side of a tie than a float64 one: half a step of one input in 96
         np.testing.assert_allclose(found[token].numpy(), total, atol=2e-3 * np.abs(total).max())
+
+
+@pytest.mark.parametrize("block", [1, 96 * 5, 1 << 22])
+def test_a_weight_is_rounded_and_multiplied_in_blocks_of_rows(
+    minimax: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    """Rows of 96 in blocks of one, of five with a rest, and whole: what leaves the layer is the same."""
+    monkeypatch.setattr("quantkit.calibrate.fake_quant._BLOCK_ELEMENTS", block)
+    source = Source(minimax)
+    experts.register()
+    stream = LayerStream(source, dtype=torch.float32, device=torch.device("cpu"), experts=experts.IMPLEMENTATION)
+    value = LayerInput(torch.randn(1, 9, source.dims.hidden, generator=torch.Generator().manual_seed(1)))
+    quantizer = FakeQuantizer(source.arch, f"{stream.prefix}.2")
+    schemes = dict.fromkeys(("attn.q", "attn.o", "expert.gate", "expert.up", "expert.down"), SCHEMES["w8a8"])
+    with stream.materialized(2) as layer, quantizer.attached(layer, schemes):
+        module = layer.get_submodule("self_attn.q_proj")
+        entered: list[torch.Tensor] = []
+        module.register_forward_pre_hook(lambda _m, args: entered.append(args[0]))
+        with quantizer.running(schemes):
+            q = module(torch.randn(2, 3, source.dims.hidden, generator=torch.Generator().manual_seed(2)))
+            found = stream.run_layer(2, value).hidden
+    w = source.get(Key(2, "attn.q")).double().numpy()
+    wanted = rounded(entered[0].double().numpy().reshape(6, -1)) @ rounded(w).T
+    np.testing.assert_allclose(q.numpy().reshape(6, -1), wanted, rtol=1e-4, atol=1e-5)
+    assert found.shape == value.hidden.shape
+    assert bool(torch.isfinite(found).all())

@@ -19,6 +19,7 @@ from quantkit.archs import Key
 from quantkit.archs.modeling import build_skeleton, load_config, parameter_key, parameter_value, set_tensor
 from quantkit.arithmetic import channel_scales, dequantize, quantize, quantize_tokens
 from quantkit.calibrate import search as search_module
+from quantkit.calibrate.fake_quant import Codes
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.methods import method, view_of
 from quantkit.calibrate.methods.clip import RATIOS, clipped_scales
@@ -264,7 +265,9 @@ def _dequantized_is_near(root: Path, tmp_path: Path, wanted: Recipe) -> None:
             pairs = [(f"{name}.{expert}", each) for expert, each in enumerate(flat)]
         for label, w_NK in pairs:
             seen += 1
-            assert float((rounded(label, w_NK) - w_NK).norm() / w_NK.norm()) < 0.03, label
+            found = rounded(label, w_NK)
+            assert isinstance(found, Codes)
+            assert float((dequantize(*found) - w_NK).norm() / w_NK.norm()) < 0.03, label
     assert seen >= 4
 
 
