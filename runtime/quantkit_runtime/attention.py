@@ -28,6 +28,9 @@ from quantkit_runtime.kv_cache import KvCache, Layer, LayerSpec
 NAME = "quantkit_paged"
 PROBE = "quantkit_probe"
 ROPE_PROOF = "quantkit_rope_proof"
+FOREIGN = (RuntimeError, TypeError, AttributeError, ValueError, LookupError, ArithmeticError, AssertionError)
+"""How a model's code fails that was not written for this interface."""
+
 _SCORES = 2**24
 """Scores that are held at once where torch has no fused attention (softcaps, sinks): 64 MiB in float32."""
 
@@ -243,9 +246,8 @@ def probe_layers(model: Any) -> tuple[LayerSpec, ...] | str:
     try:
         with torch.no_grad(), implementation(model, PROBE):
             model(input_ids=ids, position_ids=ids, past_key_values=cache, use_cache=True, probe=probe)
-    # code that was not written for this interface fails in its own way; that is an answer and not an error: the model
-    # runs with transformers' cache, and what went wrong is shown
-    except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+    # an answer and not an error: the model runs with transformers' cache, and what went wrong is shown
+    except FOREIGN as error:
         return f"transformers' model does not run through its attention interface ({first_line(error)})"
     layers = [spec for spec in probe if isinstance(spec, LayerSpec)]
     here = {module.layer_idx for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)}

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +20,7 @@ from quantkit.errors import UsageError
 from quantkit_instruments.trace import gemm_rows
 from quantkit_runtime import fuse
 from quantkit_runtime.account import Account
+from quantkit_runtime.attention import probe_layers
 from quantkit_runtime.graft import LoadedModel
 from quantkit_runtime.kernels import reference
 from quantkit_runtime.kernels.reference import rope_write
@@ -24,6 +30,7 @@ from quantkit_runtime.runner import Chunk, PagedRunner
 from quantkit_runtime.session import make_runner
 from tests.families import FAMILY_NAMES, VOCAB, make_tiny
 from tests.reference import quantized_weight
+from tests.runtime.conftest import generate
 
 FLOAT = KvFormat(torch.float32, torch.float32)
 Load = Callable[..., LoadedModel]
@@ -176,10 +183,11 @@ def test_a_rotation_that_gets_lost_is_an_error_and_no_other_model_is_touched(loa
     model: Any = loaded.model
     layer = model.model.layers[1].self_attn
     assert "apply_rotary_pos_emb" in type(layer).forward.__globals__
-    assert layer.forward.__globals__["apply_rotary_pos_emb"].module is layer
+    assert layer.forward.module is layer
     assert "forward" not in other.model.model.layers[1].self_attn.__dict__  # type: ignore[union-attr,index]
-    changes = layer.forward.__globals__["apply_rotary_pos_emb"]
-    layer.forward.__globals__["apply_rotary_pos_emb"] = lambda *given: tuple(2 * x for x in changes(*given))
+    names = layer.forward.forward.__globals__
+    changes = names["apply_rotary_pos_emb"]
+    names["apply_rotary_pos_emb"] = lambda *given: tuple(2 * x for x in changes(*given))
     runner = make_runner(loaded, FLOAT, 3)
     assert runner.reserve(0, 4)
     with pytest.raises(RuntimeError, match="changed between their rotation and attention"):
@@ -200,6 +208,101 @@ def test_a_model_that_changes_what_it_rotated_keeps_its_rotation(
     [outcome] = fuse.apply(loaded.model, ["rope"])
     assert not outcome.fused
     assert "its rotation is another: differs by" in outcome.refused[0]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("family", ["llama", "glm4"])
+def test_a_copy_of_a_fused_model_serves_as_well(
+    load: Load, tmp_path: Path, copied: Callable[[nn.Module], nn.Module], family: str
+) -> None:
+    loaded = load(make_tiny(family, tmp_path))
+    want = generate(loaded, IDS, 4)
+    fuse.apply(loaded.model)
+    assert fuse.apply(loaded.model)[-1].line == "rope: 3 fused"  # once more changes nothing
+    assert generate(loaded, IDS, 4) == want
+    other = replace(loaded, model=copied(loaded.model))
+    del loaded
+    assert generate(other, IDS, 4) == want
+
+
+def _wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def tripled(*given: Any, **named: Any) -> Any:
+        out, *rest = forward(*given, **named)
+        return 3 * out, *rest
+
+    return tripled
+
+
+@pytest.mark.parametrize("where", ["class", "module"])
+def test_what_stands_around_a_forward_stays_there(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    if where == "class":
+        monkeypatch.setattr(LlamaAttention, "forward", _wrapped(LlamaAttention.forward))
+    loaded = load(make_tiny("llama", tmp_path))
+    if where == "module":
+        layer = loaded.model.get_submodule("model.layers.1.self_attn")
+        layer.forward = _wrapped(layer.forward)
+    want = generate(loaded, IDS, 4)
+    [outcome] = fuse.apply(loaded.model, ["rope"])
+    assert len(outcome.fused) == (0 if where == "class" else 2)
+    assert all("another function stands" in line for line in outcome.refused)
+    assert generate(loaded, IDS, 4) == want
+
+
+def test_a_method_of_the_rotations_name_is_another() -> None:
+    class Attention(nn.Linear):
+        layer_idx = 0
+
+        def apply_rotary_pos_emb(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.apply_rotary_pos_emb(x)
+
+    model: Any = nn.Sequential(Attention(2, 2))
+    model.config = SimpleNamespace(_attn_implementation="eager")
+    assert fuse.apply(model, ["rope"]) == [fuse.Outcome("rope", (), ())]
+
+
+@pytest.mark.parametrize("error", [KeyError, IndexError, AssertionError, ZeroDivisionError, NotImplementedError])
+def test_a_model_that_fails_in_the_proof_stays_as_it_was(load: Load, tmp_path: Path, error: type[Exception]) -> None:
+    loaded = load(make_tiny("llama", tmp_path))
+    want = generate(loaded, IDS, 4)
+
+    def fails(*_: Any) -> None:
+        raise error("what it says")
+
+    hook = loaded.model.get_submodule("model.layers.1.mlp").register_forward_pre_hook(fails)
+    assert "what it says" in str(probe_layers(loaded.model))
+    [outcome] = fuse.apply(loaded.model, ["rope"])
+    assert not outcome.fused
+    assert all("what it says" in line for line in outcome.refused)
+    hook.remove()
+    assert generate(loaded, IDS, 4) == want
+
+
+def test_a_rotation_is_proved_on_values_that_are_not_zero_whatever_the_model_computes(
+    load: Load, tmp_path: Path
+) -> None:
+    """Vocabulary of two tokens, in a model whose embeddings are all zero while it is fused: neighbours are pairs."""
+    loaded, ids = load(make_tiny("glm4", tmp_path)), torch.tensor([[1, 0, 0, 1, 1, 0]])
+    model: Any = loaded.model
+    model.resize_token_embeddings(2)
+    table = model.get_input_embeddings().weight.data
+    runner = make_runner(loaded, FLOAT, 3)
+    assert isinstance(runner, PagedRunner)
+    assert runner.reserve(0, 6)
+    chunk = Chunk(0, 0, ids[0].tolist())
+    want, kept = runner.forward([chunk]), table.clone()
+    table.zero_()
+    [outcome] = fuse.apply(model, ["rope"])
+    assert outcome.fused
+    table.copy_(kept)
+    torch.testing.assert_close(runner.forward([chunk]), want, rtol=0, atol=1e-5 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("adjacent", [False, True])
