@@ -13,27 +13,18 @@ stays as transformers wrote it.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.errors import UsageError, first_line
-from quantkit_runtime import attention
+from quantkit.errors import UsageError
 from quantkit_runtime.kernels import registry
-from quantkit_runtime.kernels.reference import Rope, rotated
 from quantkit_runtime.layers import Int8Linear
-
-TOKENS = 3
-"""Rows of the random input."""
-
-_ALLOWED = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 2e-2}
-"""Relative error (of norms) up to which results count as equal: a last bit may move an int8 value by one."""
+from quantkit_runtime.proof import difference, random_rows
+from quantkit_runtime.rope import fuse_rope
 
 
 @dataclass(frozen=True)
@@ -166,9 +157,9 @@ def _replace_joined(module: nn.Module, names: tuple[str, ...], layers: list[Int8
     for one in layers:
         parts.append(Part(joined, start, start + one.out_features))
         start += one.out_features
-    x = _random(first, first.in_features)
+    x = random_rows(first, first.in_features)
     with first.account.self_test():
-        reason = _difference([part(x) for part in parts], [one(x) for one in layers])
+        reason = difference([part(x) for part in parts], [one(x) for one in layers])
     if not reason:
         for name, part in zip(names, parts, strict=True):
             setattr(module, name, part)
@@ -209,9 +200,9 @@ def _fuse_mlp(module: Any, down: Int8Linear) -> str:
     if down.team.size > 1:
         return "ranks split its inputs, and one scale for all of them comes first"
     fused = _FusedMlp(module)
-    x = _random(down, gate.in_features)
+    x = random_rows(down, gate.in_features)
     with down.account.self_test():
-        reason = _difference([fused(x)], [module(x)])
+        reason = difference([fused(x)], [module(x)])
     if not reason:
         module.forward = fused
     return reason
@@ -219,11 +210,11 @@ def _fuse_mlp(module: Any, down: Int8Linear) -> str:
 
 def _fuse_experts(module: Any, down: Any) -> str:
     """Routed experts take the fused kernel where their own gate is silu(gate) * up, gate first."""
-    x = _random(down, 2 * down.in_features)
+    x = random_rows(down, 2 * down.in_features)
     group = down.group_size
     got = registry.find("silu_mul_quantize", down.family).run(x, group)
     want = registry.find("quantize", down.family).run(module._apply_gate(x), group)
-    reason = _difference([_dequantized(*got)], [_dequantized(*want)])
+    reason = difference([_dequantized(*got)], [_dequantized(*want)])
     module.fused_silu = not reason
     return reason
 
@@ -280,150 +271,17 @@ def _int8_at(layer: nn.Module, path: str) -> Int8Linear | None:
 def _fuse_norm(norm: Any, reader: Int8Linear) -> str:
     if getattr(norm, "weight", None) is None or norm.weight.shape != (reader.in_features,):
         return f"{type(norm).__name__} has no weight for each input"
-    x = _random(reader, reader.in_features, norm.weight.dtype)
+    x = random_rows(reader, reader.in_features, norm.weight.dtype)
     want, reason = norm(x), ""
     for unit_offset in (False, True):
         fused = _FusedNorm(norm, unit_offset, reader.group_size, reader.family)
         got: Any = fused(x)
         q, scale, _ = got.int8
-        reason = _difference([got, _dequantized(q, scale)], [want, _dequantized(*reader.quantize(want))])
+        reason = difference([got, _dequantized(q, scale)], [want, _dequantized(*reader.quantize(want))])
         if not reason:
             norm.forward = fused
             break
     return reason and f"{type(norm).__name__} is another norm: {reason}"
-
-
-# --------------------------------------------------------------------------------------------------- compare
-
-
-def _random(layer: Any, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    x = torch.randn((TOKENS, width), generator=torch.Generator().manual_seed(width))
-    return x.to(layer.weight.device, dtype)
-
-
-def _difference(got: list[Tensor], want: list[Tensor]) -> str:
-    """Empty if equal but for rounding."""
-    for one, other in zip(got, want, strict=True):
-        if one.shape != other.shape:
-            return f"shape {list(one.shape)}, not {list(other.shape)}"
-        error = float((one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-30))
-        if not error <= _ALLOWED[other.dtype]:
-            return f"differs by {error:.2g} from the module as it was"
-    return ""
-
-
-# ---------------------------------------------------------------------------------- rotation and the cache
-
-_ROPE = "apply_rotary_pos_emb"
-"""What the attention of transformers' models rotates queries and keys with: a function of its own module's globals."""
-
-
-_FORMS = ((False, 2), (True, 2), (False, 1), (True, 1))
-"""(whether neighbours are a pair, how many values of cos stand for a pair), as families have them."""
-
-
-class _LaterRope:
-    """Forward of one attention module, a copy of its class's: over the paged cache it leaves the rotation to the write.
-
-    Other models of the class stay as they are; a copy of the module gets its own.
-    """
-
-    def __init__(self, module: Any, form: tuple[bool, int] = _FORMS[0]) -> None:
-        forward: Any = type(module).forward
-        self.module, self.form, self.reason = module, form, "it rotates with another function"
-        self.rotate: Callable[..., tuple[Tensor, Tensor]] = forward.__globals__[_ROPE]
-        names = {**forward.__globals__, _ROPE: self.leave}
-        self.forward = FunctionType(
-            forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
-        )
-        self.forward.__kwdefaults__ = forward.__kwdefaults__
-
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        return self.forward(self.module, *given, **named)
-
-    def __reduce__(self) -> tuple[type[_LaterRope], tuple[Any, tuple[bool, int]]]:
-        return _LaterRope, (self.module, self.form)
-
-    def leave(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Any:
-        """What the forward calls in the place of the rotation."""
-        kind = self.module.config._attn_implementation
-        if kind == attention.ROPE_PROOF:
-            self._choose_form(q, k, cos, sin, *rest, **options)
-        if kind in (attention.NAME, attention.ROPE_PROOF):
-            attention.leave_rope(q, k, self._rope(cos, sin))
-            return q, k
-        return self.rotate(q, k, cos, sin, *rest, **options)
-
-    def _rope(self, cos_1TR: Tensor, sin_1TR: Tensor) -> Rope:
-        adjacent, values = self.form
-        pairs = slice(cos_1TR.shape[-1] // values)
-        return Rope(cos_1TR[0, :, pairs], sin_1TR[0, :, pairs], adjacent)
-
-    def _choose_form(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> None:
-        """The form that gives what the module's own function gives, or `reason`.
-
-        Of random queries and keys: those at hand may be 0, which every form leaves as it is.
-        """
-        self.reason = "its rotation takes another cos and sin"
-        if cos.ndim != 3 or sin.shape != cos.shape or cos.shape[:2] != (q.shape[0], q.shape[2]) or cos.shape[-1] % 2:
-            return
-        random = torch.Generator().manual_seed(TOKENS)
-        q, k = (torch.randn(x.shape, generator=random).to(x) for x in (q, k))
-        want = self.rotate(q, k, cos, sin, *rest, **options)
-        for self.form in _FORMS:
-            rope = self._rope(cos, sin)
-            if 2 * rope.cos.shape[1] <= q.shape[-1]:
-                got = [rotated(x[0].transpose(0, 1), rope).transpose(0, 1).unsqueeze(0) for x in (q, k)]
-                self.reason = _difference(got, list(want))
-                if not self.reason:
-                    return
-                self.reason = f"its rotation is another: {self.reason}"
-
-
-def _rope(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """The model runs once on a few tokens, so that what is compared is what its layers really hand over."""
-    if getattr(model, "config", None) is None:
-        return
-    rotating: dict[str, Any] = {path: module for path, module in model.named_modules() if _rotates(module)}
-    for module in rotating.values():
-        if not _is_wrapped(module):
-            module.forward = _LaterRope(module)
-    arrived: set[Any] = set()
-    position = torch.arange(1, 1 + TOKENS, device=next(model.parameters()).device).unsqueeze(0)
-    accounts: set[Any] = {layer.account for layer in model.modules() if hasattr(layer, "account")}
-    why = ""
-    with ExitStack() as stack:
-        for account in accounts:
-            stack.enter_context(account.self_test())
-        stack.enter_context(attention.implementation(model, attention.ROPE_PROOF))
-        try:  # on token 0, which every vocabulary has
-            model(input_ids=torch.zeros_like(position), position_ids=position, use_cache=False, arrived=arrived)
-        except attention.FOREIGN as error:
-            why = f"the model does not run with it: {first_line(error)}"
-    for path, module in rotating.items():
-        rope = module.__dict__.get("forward")
-        if not isinstance(rope, _LaterRope):
-            yield path, "another function stands in the place of its forward, or around it"
-            continue
-        changed = "" if module in arrived else "its queries or keys change behind the rotation"
-        reason = why or rope.reason or changed
-        if reason:
-            del module.forward
-        module.leaves_rope = not reason
-        yield path, reason
-
-
-def _rotates(module: Any) -> bool:
-    """Whether the forward of its class calls the function."""
-    forward = inspect.unwrap(type(module).forward)
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return _ROPE in names and _ROPE in forward.__globals__ and hasattr(module, "layer_idx")
-
-
-def _is_wrapped(module: Any) -> bool:
-    """Whether that is not all that its forward does."""
-    own = module.__dict__.get("forward")
-    return hasattr(type(module).forward, "__wrapped__") or not (own is None or isinstance(own, _LaterRope))
 
 
 PASSES: dict[str, Callable[[nn.Module], Iterator[tuple[str, str]]]] = {
@@ -431,6 +289,6 @@ PASSES: dict[str, Callable[[nn.Module], Iterator[tuple[str, str]]]] = {
     "gate_up": _join("gate_proj", "up_proj"),
     "act_quant": _act_quant,
     "norm_quant": _norm_quant,
-    "rope": _rope,
+    "rope": fuse_rope,
 }
 """Passes in the order in which they run."""
