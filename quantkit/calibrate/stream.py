@@ -20,9 +20,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quantkit.archs import Architecture, Key
@@ -180,11 +182,11 @@ class LayerStream:
             yield
 
     @contextmanager
-    def _placed(self, name: str, wanted: Tensor | None) -> Iterator[None]:
-        """Give a table its rows (`wanted`: ascending indices, None: all) inside the block."""
+    def _placed(self, name: str, wanted: Tensor | None, dtype: torch.dtype | None = None) -> Iterator[None]:
+        """Give a table its rows (`wanted`: ascending indices, None: all) inside the block; `dtype`: not in its own."""
         placeholder = self.model.get_parameter(name)
         key = self._table_key(name)
-        table = torch.empty(placeholder.shape, dtype=self._dtype_of(key), device=self.device)
+        table = torch.empty(placeholder.shape, dtype=dtype or self._dtype_of(key), device=self.device)
         if wanted is None:
             for start, rows in self._rows_of(key):
                 table[start : start + len(rows)] = rows
@@ -290,9 +292,22 @@ class LayerStream:
 
     @contextmanager
     def head(self) -> Iterator[None]:
-        """Give the output head its weights inside the block, so that several calls of `logits` read them once."""
-        with self._placed(self._tables["output"], None):
-            yield
+        """Give the output head its weights inside the block, so that several calls of `logits` read them once.
+
+        On a CPU they stay in the stored dtype where that is narrower; rows are widened some at a time as they are used.
+        """
+        head, name = self.model.get_output_embeddings(), self._tables["output"]  # type: ignore[operator]
+        stored = self.source.fetch(self._table_key(name), (0, 1)).dtype
+        if type(head) is not nn.Linear or self.device.type != "cpu" or stored.itemsize >= self.dtype.itemsize:
+            with self._placed(name, None):
+                yield
+            return
+        with self._placed(name, None, stored):
+            head.forward = partial(_widened, head)
+            try:
+                yield
+            finally:
+                del head.forward
 
     def logits(self, value: LayerInput) -> Tensor:
         """Logits `[batch, tokens, vocabulary]` from the last layer's output."""
@@ -321,6 +336,14 @@ class LayerStream:
             ) from error
         finally:
             self._calls.current = _Call(-1)
+
+
+def _widened(head: nn.Linear, x: Tensor) -> Tensor:
+    """What a linear module with narrower weights gives in the dtype of `x` `[..., K]`, some of its rows at a time."""
+    step = max(1, _TABLE_BYTES // (x.element_size() * head.in_features))
+    biases = [None] * len(head.weight) if head.bias is None else head.bias.split(step)
+    parts = [F.linear(x, w.to(x.dtype), b) for w, b in zip(head.weight.split(step), biases, strict=False)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def _table_names(model: nn.Module) -> dict[str, str]:

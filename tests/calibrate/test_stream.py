@@ -132,6 +132,24 @@ def test_logits_are_bit_identical(
         assert missing_gemms(mine, observer, with_source.dims.experts_per_token) == []
 
 
+@pytest.mark.parametrize("rows", [1, 7, 1 << 20])
+def test_the_head_stays_as_it_is_stored_and_is_widened_some_rows_at_a_time(
+    minimax: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    source = Source(minimax)
+    monkeypatch.setattr("quantkit.calibrate.stream._TABLE_BYTES", rows * 4 * source.dims.hidden)
+    stream = LayerStream(source, dtype=torch.float32, device=CPU)
+    value = LayerInput(torch.randn(2, 5, source.dims.hidden, generator=torch.Generator().manual_seed(0)))
+    norm, head = (source.get(Key(None, role)).double() for role in ("norm.final", "lm_head"))
+    with stream.head():
+        assert stream.model.get_output_embeddings().weight.dtype == torch.bfloat16  # type: ignore[operator,union-attr]
+        got = stream.logits(value)
+    x = value.hidden.double()
+    x = x * (x.square().mean(-1, keepdim=True) + source.config["rms_norm_eps"]).rsqrt() * norm
+    torch.testing.assert_close(got.double(), x @ head.T, rtol=0, atol=2e-5 * float(got.abs().max()))
+    assert "forward" not in vars(stream.model.get_output_embeddings())  # type: ignore[operator]
+
+
 @pytest.mark.parametrize("family", ["minimax", "deepseek", "mixtral", "qwen2_moe", "phi3"])
 def test_observed_extremes_are_those_of_every_product(
     family: str, tiny: Callable[[str], Path], request: pytest.FixtureRequest
