@@ -303,7 +303,7 @@ class LayerStream:
                 yield
             return
         with self._placed(name, None, stored):
-            head.forward = partial(_widened, head)
+            setattr(head, "forward", partial(_widened, head))  # noqa: B010  # an instance attribute shadows the method
             try:
                 yield
             finally:
@@ -341,8 +341,11 @@ class LayerStream:
 def _widened(head: nn.Linear, x: Tensor) -> Tensor:
     """What a linear module with narrower weights gives in the dtype of `x` `[..., K]`, some of its rows at a time."""
     step = max(1, _TABLE_BYTES // (x.element_size() * head.in_features))
-    biases = [None] * len(head.weight) if head.bias is None else head.bias.split(step)
-    parts = [F.linear(x, w.to(x.dtype), b) for w, b in zip(head.weight.split(step), biases, strict=False)]
+    bias: Tensor | None = head._parameters["bias"]
+    parts = [
+        F.linear(x, w.to(x.dtype), None if bias is None else bias[start * step : (start + 1) * step])
+        for start, w in enumerate(head.weight.split(step))
+    ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
