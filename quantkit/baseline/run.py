@@ -1,8 +1,9 @@
 """`quantkit baseline`: every input through the source model, layer by layer; prompts again for each new token.
 
 The first pass records what layers do: a file for each layer, in its final form, so a killed run goes on after the last
-one. Every later pass appends one token to each prompt and reads all weights again, unless all layers fit in memory: no
-keys and values are kept, since reading the weights takes far longer than computing some hundred positions anew.
+sound one. Every later pass appends one token to each prompt and reads all weights again, unless all layers fit in
+memory: no keys and values are kept, since reading the weights takes far longer than computing some hundred positions
+anew.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from quantkit.baseline.plan import Plan
 from quantkit.calibrate.activations import ActivationStore, LayerInput
 from quantkit.calibrate.parallel import in_order
 from quantkit.calibrate.stream import LayerStream
-from quantkit.checkpoint.writer import save_tensors
+from quantkit.checkpoint.sealed import is_sealed, write_sealed
 from quantkit.compare.distributions import Kept, join, keep
 from quantkit.compare.fingerprint import weight_fingerprints
 from quantkit.compare.taps import EXPERT_ROWS, LayerTaps, Record, run_each_expert, spread
@@ -37,7 +38,6 @@ from quantkit.spec.baseline import (
     layer_name,
     read_baseline,
 )
-from quantkit.spec.files import is_file
 from quantkit.spec.tensorfile import read_tensors
 from quantkit.threads import one_thread_per_operation
 
@@ -111,10 +111,11 @@ class _Run:
 
     def _first_pass(self, stream: LayerStream, pool: Executor, progress: Progress) -> list[Kept]:
         path = self._work / "pass-00000.safetensors"
-        if not is_file(path):
+        layers = (self._out / layer_name(layer) for layer in range(len(stream)))
+        if not all(map(is_sealed, (path, self._out / OUTSIDE_NAME, *layers))):
             hidden = self._layers(stream, pool, progress)
             self._save_outside(stream)
-            save_tensors(path, join(self._distributions(stream, hidden)).tensors())
+            write_sealed(path, join(self._distributions(stream, hidden)).tensors())
         rows = Kept(**read_tensors(path))
         counts = [len(self._first_scored(sequence)) for sequence in self._sequences]
         starts = [sum(counts[:index]) for index in range(len(counts))]
@@ -131,7 +132,7 @@ class _Run:
     def _layers(self, stream: LayerStream, pool: Executor, progress: Progress) -> list[Tensor]:
         """Output `[1, P, H]` of the last layer at the positions of `_first_scored`; writes the layers' files."""
         plan, total = self._plan, len(stream)
-        done = next((layer for layer in range(total) if not is_file(self._out / layer_name(layer))), total)
+        done = next((layer for layer in range(total) if not is_sealed(self._out / layer_name(layer))), total)
         store = ActivationStore(self._work, len(self._ids), spool=plan.spools, device=plan.device)
         start = store.last_boundary(min(done, total - 1))
         last: list[Tensor] = []
@@ -193,14 +194,14 @@ class _Run:
                 progress.advance(len(sequence.ids))
         if record:
             tensors = {**keeper.finish(), **weight_fingerprints(self._plan.source.arch, prefix, module)}
-            save_tensors(self._out / layer_name(layer), tensors)
+            write_sealed(self._out / layer_name(layer), tensors)
         return last
 
     def _save_outside(self, stream: LayerStream) -> None:
         """Fingerprints of the final norm and the head; the embeddings are seen in what enters the first layer."""
         with stream.head():
             found = weight_fingerprints(self._plan.source.arch, "", stream.model, without=f"{stream.prefix}.")
-        save_tensors(self._out / OUTSIDE_NAME, found)
+        write_sealed(self._out / OUTSIDE_NAME, found)
 
     # ------------------------------------------------------------------------------------------- distributions
 
@@ -243,9 +244,9 @@ class _Run:
         if not going:
             return
         path = self._work / f"pass-{number:05d}.safetensors"
-        if not is_file(path):
+        if not is_sealed(path):
             progress.describe(f"new token {number + 1} of {self._plan.passes}")
-            save_tensors(path, join(self._last_rows(stream, going, pool, progress)).tensors())
+            write_sealed(path, join(self._last_rows(stream, going, pool, progress)).tensors())
         rows = Kept(**read_tensors(path))
         for place, index in enumerate(going):
             kept[index] = join([kept[index], rows.rows(place, place + 1)])

@@ -1,8 +1,8 @@
 """What enters a layer, between two layers: in memory while it fits a budget, else one file per layer boundary.
 
 Boundary i is what enters layer i: hidden states, and what else the layer before handed on (indices of an indexer, in
-their own dtype). A spooled boundary is durable once `commit` returns, so a killed run continues from it. What fits in
-memory is recomputed instead: its forward pass is cheap by definition.
+their own dtype). A spooled boundary is durable and sealed once `commit` returns, so a killed run continues from it, if
+it is whole. What fits in memory is recomputed instead: its forward pass is cheap by definition.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
+import xxhash
 from torch import Tensor
 
+from quantkit.checkpoint.sealed import is_sealed, sealed_header
 from quantkit.checkpoint.writer import tensor_bytes
 from quantkit.errors import QuantkitError
-from quantkit.spec.files import is_file
-from quantkit.spec.tensorfile import Header, build_header, dtype_name, read_header, read_tensor
+from quantkit.spec.tensorfile import Header, dtype_name, read_header, read_tensor
 
 MEMORY_BUDGET = 256 * 2**20
 """Bytes of hidden states that stay in memory, of the 1 GiB that calibration may use beside its layer."""
@@ -56,12 +57,13 @@ class ActivationStore:
 
     def __init__(self, folder: Path, batches: int, *, spool: bool, device: torch.device, name: str = "hidden") -> None:
         self._folder, self._spool, self._device, self._name = folder, spool, device, name
-        self._header_bytes = 64 + _HEADER_BYTES_PER_BATCH * batches
+        self._header_bytes = 192 + _HEADER_BYTES_PER_BATCH * batches
         self._current: dict[int, LayerInput] = {}
         self._next: dict[int, LayerInput] = {}
         self._source: tuple[BinaryIO, Header] | None = None
         self._target: BinaryIO | None = None
         self._rows: list[tuple[str, str, tuple[int, ...]]] = []
+        self._digest = xxhash.xxh3_128()
 
     def path(self, boundary: int) -> Path:
         return self._folder / f"{self._name}-{boundary:05d}.safetensors"
@@ -70,7 +72,7 @@ class ActivationStore:
         """The highest boundary <= `finished` from which a run can continue; 0, the embeddings, is always there."""
         if not self._spool:
             return 0
-        return next((index for index in range(finished, 0, -1) if is_file(self.path(index))), 0)
+        return next((index for index in range(finished, 0, -1) if is_sealed(self.path(index))), 0)
 
     def start(self, boundary: int) -> None:
         """Make `boundary` the one that `get` reads; `put` then fills the one after it."""
@@ -100,10 +102,12 @@ class ActivationStore:
             if self._target is None:
                 self._target = self._temporary(boundary).open("wb")
                 self._target.seek(self._header_bytes)
+                self._digest = xxhash.xxh3_128()
             for name, tensor in tensors.items():
-                data = tensor.cpu().contiguous()
-                self._rows.append((name, dtype_name(data.dtype), tuple(data.shape)))
-                self._target.write(tensor_bytes(data))
+                data = tensor_bytes(tensor.cpu())
+                self._rows.append((name, dtype_name(tensor.dtype), tuple(tensor.shape)))
+                self._digest.update(data)
+                self._target.write(data)
         except OSError as error:
             raise QuantkitError(
                 f"{self._temporary(boundary)}: {error.strerror or error}",
@@ -116,7 +120,8 @@ class ActivationStore:
         if self._target is None:
             return
         self._target.seek(0)
-        self._target.write(_padded(build_header(self._rows, {}), self._header_bytes))
+        header = sealed_header(self.path(boundary), self._rows, {}, self._digest)
+        self._target.write(_padded(header, self._header_bytes))
         self._target.flush()
         os.fsync(self._target.fileno())
         self._target.close()

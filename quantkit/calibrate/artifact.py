@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quantkit import __version__
-from quantkit.calibrate import kv
 from quantkit.calibrate.data import Samples
 from quantkit.calibrate.methods import learning
 from quantkit.calibrate.methods.base import FALLBACK, STARVED
@@ -43,6 +42,7 @@ from quantkit.spec.calibration import (
     CalibrationSummary,
     ClippingRow,
     GemmSummary,
+    KvSummary,
     MethodRow,
     codes_name,
 )
@@ -122,13 +122,12 @@ def _named(rows: Sequence[MethodRow], prefix: str, what: str) -> Iterator[str]:
 
 
 def _with_trials(summary: CalibrationSummary, work: Path) -> CalibrationSummary:
-    """The summary with what was decided, what was measured on held-out text, and of caches."""
+    """The summary with what was decided, and what was measured on held-out text."""
     decided, held_out = decisions_in(work), held_out_in(work)
     if decided and held_out:
         decided = checked(decided, held_out)
     warnings = (*summary.warnings, *_trial_warnings(decided, held_out))
-    found = {"decisions": decided, "held_out": held_out, "kv_cache": kv.load_all(work), "warnings": warnings}
-    return summary.model_copy(update=found)
+    return summary.model_copy(update={"decisions": decided, "held_out": held_out, "warnings": warnings})
 
 
 def _trial_warnings(decided: Decisions | None, held_out: HeldOut | None) -> Iterator[str]:
@@ -160,6 +159,7 @@ class _Totals:
     gemms: list[GemmSummary] = field(default_factory=list)
     expert_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     by_kind: defaultdict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    caches: list[KvSummary] = field(default_factory=list)
 
 
 def _summarize(
@@ -184,6 +184,7 @@ def _summarize(
         clipping=tuple(_clipping(totals.by_kind, samples.kinds)),
         expert_tokens=totals.expert_tokens,
         files=files,
+        kv_cache=tuple(totals.caches),
         warnings=warnings,
     )
 
@@ -198,6 +199,8 @@ def _add_layer(totals: _Totals, layer: int, record: LayerRecord, options: Calibr
         totals.gemms.append(_gemm_summary(layer, gemm, stats, pooled.get(gemm.input), options))
     for role, name in {gemm.role: gemm.input for gemm in record.gemms}.items():
         totals.by_kind[role].append(record.inputs[name].absmax_by_kind)
+    if record.cache is not None:
+        totals.caches.append(record.cache)
     rows = Counter({gemm.expert: gemm.rows for gemm in record.gemms if gemm.expert is not None})
     if rows:
         totals.expert_tokens[layer] = tuple(rows[expert] for expert in sorted(rows))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -60,9 +61,8 @@ class StatisticsPass(Pass):
                 observer.feed_starving(module, options.min_tokens_per_expert)
 
         def save(path: Path) -> None:
-            if moments is not None:
-                kv.save(kv.path_beside(path), kv.require_finite(moments, run.index).summary(run.index))
-            save_layer(path, self._record(run.index, observer, weights))
+            cache = None if moments is None else kv.require_finite(moments, run.index).summary(run.index)
+            save_layer(path, replace(self._record(run.index, observer, weights), cache=cache))
 
         return save
 

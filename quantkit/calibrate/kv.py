@@ -11,13 +11,11 @@ magnitude over `FP8_MAX`. Shape suffixes: B batch, G key/value heads, T tokens, 
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quantkit.arithmetic import SCALE_FLOOR, dequantize, quantize_tokens
-from quantkit.checkpoint.writer import write_atomic
 from quantkit.errors import InputError
 from quantkit.spec.calibration import KvSummary
 
@@ -143,20 +140,6 @@ def _register(implementation: str) -> None:
 
     AttentionInterface.register(_PREFIX + implementation, forward)
     AttentionMaskInterface.register(_PREFIX + implementation, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
-
-
-def save(path: Path, summary: KvSummary) -> None:
-    write_atomic(path, [summary.model_dump_json().encode()])
-
-
-def load_all(work: Path) -> tuple[KvSummary, ...]:
-    """What `save` left in the files of a folder, by layer."""
-    return tuple(KvSummary(**json.loads(path.read_bytes())) for path in sorted(work.glob("kv-*.json")))
-
-
-def path_beside(record: Path) -> Path:
-    """File of a layer beside its record of statistics."""
-    return record.with_name(f"kv-{record.stem.rpartition('-')[2]}.json")
 
 
 def require_finite(found: KvMoments, layer: int) -> KvMoments:

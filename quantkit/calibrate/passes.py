@@ -2,7 +2,7 @@
 
 A pass carries one or more hidden streams from layer to layer (that of the float model; that of the model as it is
 quantized so far) through an `ActivationStore` each. Records are files of the work folder, written when a layer is done:
-a killed run goes on after the last of them, from the spooled hidden states where there are some, else by forward
+a killed run goes on after the last sound one, from the spooled hidden states where there are some, else by forward
 passes alone (`Pass.replay`). Batches run side by side and are taken in their order, so results depend neither on how
 many at a time (`parallel.py`) nor on how many processes share them (`ranks.py`). Memory: a layer (for two streams as
 many as the pass materializes) and the batches.
@@ -28,9 +28,9 @@ from quantkit.calibrate.plan import Plan
 from quantkit.calibrate.ranks import ALONE, Ranks
 from quantkit.calibrate.stream import LayerStream
 from quantkit.checkpoint.reader import Source
+from quantkit.checkpoint.sealed import is_sealed
 from quantkit.console import Progress
 from quantkit.errors import QuantkitError
-from quantkit.spec.files import is_file
 from quantkit.threads import one_thread_per_operation
 
 Item = TypeVar("Item")
@@ -204,7 +204,7 @@ class Walk:
 
     def run(self) -> None:
         total = len(self.records)
-        here = next((layer for layer, path in enumerate(self.records) if not is_file(path)), total)
+        here = next((layer for layer, path in enumerate(self.records) if not is_sealed(path)), total)
         finished = min(self._ranks.shared([here]))
         if finished == total:
             return

@@ -24,9 +24,9 @@ from quantkit.calibrate.rounding import layer_codes
 from quantkit.calibrate.rows import BatchRows, Rows, joined, spread
 from quantkit.calibrate.weights import WeightRecorder
 from quantkit.checkpoint.reader import Source
-from quantkit.checkpoint.writer import tensor_bytes, write_atomic
+from quantkit.checkpoint.sealed import write_sealed
 from quantkit.spec.calibration import MethodRow
-from quantkit.spec.tensorfile import build_header, dtype_name, read_header
+from quantkit.spec.tensorfile import read_header
 
 
 class SearchPass(Pass):
@@ -89,10 +89,8 @@ class SearchPass(Pass):
 
 def save_found(path: Path, found: Found) -> None:
     """Write what a method found of a layer, atomically."""
-    tensors = {name: found.tensors[name].cpu().contiguous() for name in sorted(found.tensors)}
-    rows = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
     notes = json.dumps([row.model_dump() for row in found.rows])
-    write_atomic(path, [build_header(rows, {"rows": notes}), *map(tensor_bytes, tensors.values())])
+    write_sealed(path, dict(sorted(found.tensors.items())), {"rows": notes})
 
 
 def rows_found(path: Path) -> list[MethodRow]:

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from quantkit.archs import Key
 from quantkit.calibrate.statistics import InputStats
-from quantkit.checkpoint.writer import order_for_alignment, tensor_bytes, write_atomic, write_tensors
-from quantkit.spec.tensorfile import TensorInfo, build_header, dtype_name, read_header, read_tensor
+from quantkit.checkpoint.sealed import write_sealed
+from quantkit.checkpoint.writer import order_for_alignment, write_tensors
+from quantkit.spec.calibration import KvSummary
+from quantkit.spec.tensorfile import TensorInfo, read_header, read_tensor
 
 INPUT_PREFIX, SCALE_PREFIX = "input/", "scale/"
 
@@ -45,11 +47,12 @@ class GemmRecord:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """Results of one layer: its GEMMs, statistics by INPUT, scales by `GemmRecord.name`."""
+    """Results of one layer: its GEMMs, statistics by INPUT, scales by `GemmRecord.name`, keys and values if wanted."""
 
     gemms: tuple[GemmRecord, ...]
     inputs: Mapping[str, InputStats]
     scales: Mapping[str, Tensor]
+    cache: KvSummary | None = None
 
 
 def gemm_name(key: Key) -> str:
@@ -59,12 +62,13 @@ def gemm_name(key: Key) -> str:
 
 def save_layer(path: Path, record: LayerRecord) -> None:
     """Write a layer's record atomically."""
-    tensors = {f"{SCALE_PREFIX}{name}": scale.cpu() for name, scale in record.scales.items()}
+    tensors = {f"{SCALE_PREFIX}{name}": scale for name, scale in record.scales.items()}
     for name, stats in record.inputs.items():
         tensors |= {f"{INPUT_PREFIX}{name}.{field}": tensor for field, tensor in stats.tensors().items()}
-    rows = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
-    gemms = json.dumps([asdict(gemm) for gemm in record.gemms])
-    write_atomic(path, [build_header(rows, {"gemms": gemms}), *map(tensor_bytes, tensors.values())])
+    metadata = {"gemms": json.dumps([asdict(gemm) for gemm in record.gemms])}
+    if record.cache is not None:
+        metadata["cache"] = record.cache.model_dump_json()
+    write_sealed(path, tensors, metadata)
 
 
 def join_records(target: Path, records: Iterable[Path], prefix: str = "", suffix: str = "") -> None:
@@ -99,4 +103,5 @@ def load_layer(path: Path) -> LayerRecord:
     scales = {
         name.removeprefix(SCALE_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(SCALE_PREFIX)
     }
-    return LayerRecord(gemms, {name: InputStats.from_tensors(each) for name, each in fields.items()}, scales)
+    cache = KvSummary.model_validate_json(header.metadata["cache"]) if "cache" in header.metadata else None
+    return LayerRecord(gemms, {name: InputStats.from_tensors(each) for name, each in fields.items()}, scales, cache)

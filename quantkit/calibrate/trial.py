@@ -34,10 +34,10 @@ from quantkit.calibrate.rounding import rounds_to_nearest
 from quantkit.calibrate.scores import HeldOutScores, spaced
 from quantkit.calibrate.stream import LayerStream
 from quantkit.checkpoint.reader import Source
-from quantkit.checkpoint.writer import tensor_bytes, write_atomic
+from quantkit.checkpoint.sealed import write_sealed
 from quantkit.spec.decisions import HeldOut
 from quantkit.spec.scheme import Scheme
-from quantkit.spec.tensorfile import build_header, dtype_name, read_header, read_tensor
+from quantkit.spec.tensorfile import read_header, read_tensor
 from quantkit.threads import one_thread_per_operation
 
 
@@ -299,9 +299,7 @@ class _Routing:
 def _save(path: Path, found: LayerTrial, ends: Mapping[str, Tensor]) -> None:
     """Write a layer's result atomically."""
     values = {name: getattr(found, name) for name in ("tokens", "errors", "agreed", "choices")}
-    rows = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in ends.items()]
-    header = build_header(rows, {"trial": json.dumps(values)})
-    write_atomic(path, [header, *(tensor_bytes(tensor.cpu()) for tensor in ends.values())])
+    write_sealed(path, ends, {"trial": json.dumps(values)})
 
 
 def _load(path: Path) -> LayerTrial:

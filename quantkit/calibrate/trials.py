@@ -14,10 +14,9 @@ from quantkit.calibrate.plan import Plan
 from quantkit.calibrate.rounding import rounds_to_nearest
 from quantkit.calibrate.trial import TrialPass, Variant
 from quantkit.checkpoint.reader import Source
-from quantkit.checkpoint.writer import write_atomic
+from quantkit.checkpoint.sealed import read_note, write_note
 from quantkit.outdir import WORK_NAME
 from quantkit.spec.decisions import Decisions, FormDecisions, HeldOut
-from quantkit.spec.files import is_file
 
 YARDSTICK = "bf16"
 """Name of the stream of the source in BF16 arithmetic."""
@@ -47,10 +46,10 @@ class DecisionPass(TrialPass):
 
     def finish(self, records: Sequence[Path], out: Path) -> None:
         path = out / WORK_NAME / _DECISIONS
-        if not is_file(path):
+        if read_note(path) is None:
             held_out, results = self.held_out(records), self.results(records)
             decider = Decider(self.plan.recipe, self.source.arch, self._groups, results, held_out, self.samples.kinds)
-            write_atomic(path, [decider.decide().model_dump_json().encode()])
+            write_note(path, decider.decide().model_dump_json())
 
 
 class CheckPass(TrialPass):
@@ -83,20 +82,20 @@ class CheckPass(TrialPass):
 
     def finish(self, records: Sequence[Path], out: Path) -> None:
         path = out / WORK_NAME / _HELD_OUT
-        if not is_file(path):
-            write_atomic(path, [self.held_out(records).model_dump_json().encode()])
+        if read_note(path) is None:
+            write_note(path, self.held_out(records).model_dump_json())
 
 
 def decisions_in(work: Path) -> Decisions | None:
     """What a `DecisionPass` decided, None when there was none."""
-    path = work / _DECISIONS
-    return Decisions.model_validate_json(path.read_bytes()) if is_file(path) else None
+    note = read_note(work / _DECISIONS)
+    return None if note is None else Decisions.model_validate_json(note)
 
 
 def held_out_in(work: Path) -> HeldOut | None:
     """What a `CheckPass` measured, None when there was none."""
-    path = work / _HELD_OUT
-    return HeldOut.model_validate_json(path.read_bytes()) if is_file(path) else None
+    note = read_note(work / _HELD_OUT)
+    return None if note is None else HeldOut.model_validate_json(note)
 
 
 def checked(decided: Decisions, held_out: HeldOut) -> Decisions:

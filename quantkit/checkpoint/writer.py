@@ -174,10 +174,11 @@ def file_sha256(path: Path, on_bytes: Callable[[int], None] = lambda _: None, ch
     return WrittenFile(size, digest.hexdigest())
 
 
-def read_chunks(path: Path, chunk: int = 8 << 20) -> Iterator[bytes]:
-    """The bytes of a file, for a copy through `write_atomic`."""
+def read_chunks(path: Path, chunk: int = 8 << 20, *, start: int = 0) -> Iterator[bytes]:
+    """The bytes of a file from `start` on, for a copy through `write_atomic`."""
     try:
         with path.open("rb") as file:
+            file.seek(start)
             while data := file.read(chunk):
                 yield data
     except OSError as error:

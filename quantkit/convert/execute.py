@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 from quantkit.archs import Key
 from quantkit.archs.assemble import Location
 from quantkit.checkpoint.reader import Source
+from quantkit.checkpoint.sealed import read_note, write_note
 from quantkit.checkpoint.writer import WrittenTensor, file_sha256, read_chunks, write_atomic, write_tensors
 from quantkit.console import Progress
 from quantkit.convert.compute import Calibrated, Producer
@@ -33,7 +34,7 @@ from quantkit.errors import QuantkitError
 from quantkit.host import versions
 from quantkit.outdir import OutputFolder
 from quantkit.recipe import Recipe
-from quantkit.spec.files import is_file, read_whole
+from quantkit.spec.files import is_file
 from quantkit.threads import one_thread_per_operation
 
 _JOURNAL = "journal"
@@ -164,18 +165,16 @@ def _check_space(rest: list[Job], out: Path) -> None:
 
 def _recall(journal: Path, out: Path, job: Job) -> Done | None:
     """The result of a unit that an earlier run finished."""
-    try:
-        done = _DONE.validate_json(read_whole(journal / _entry_name(job)), strict=True)
-    except (OSError, ValueError):  # damaged: it is done again
+    note = read_note(journal / _entry_name(job))
+    if note is None:
         return None
-    if done.name != (job.hashed or job.copy or (job.planned and job.planned.name)):
-        return None
+    done = _DONE.validate_json(note)
     path = out / done.name
     return done if job.hashed or (is_file(path) and path.stat().st_size == done.size) else None
 
 
 def _note(journal: Path, job: Job, done: Done) -> None:
-    write_atomic(journal / _entry_name(job), [json.dumps(asdict(done)).encode()], durable=False)
+    write_note(journal / _entry_name(job), json.dumps(asdict(done)), durable=False)
 
 
 def _entry_name(job: Job) -> str:

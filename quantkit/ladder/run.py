@@ -19,6 +19,7 @@ from quantkit.calibrate import experts
 from quantkit.calibrate.passes import Walk
 from quantkit.calibrate.plan import Plan, make_plan
 from quantkit.calibrate.stream import LayerStream
+from quantkit.checkpoint.sealed import read_note, write_note
 from quantkit.checkpoint.writer import write_atomic
 from quantkit.ladder.arithmetic import Arithmetic, arithmetic_of
 from quantkit.ladder.rungs import Rung
@@ -29,8 +30,7 @@ from quantkit.outdir import exclusive, prepare_output
 from quantkit.plan.cache import CacheFormat, per_token
 from quantkit.plan.source import read_source
 from quantkit.recipe import Calibration, load_recipe, validated
-from quantkit.spec.document import Strict
-from quantkit.spec.files import is_file
+from quantkit.spec.document import Strict, read_finished
 from quantkit.spec.tensorfile import torch_dtype
 
 JSON_NAME, HTML_NAME = "ladder.json", "ladder.html"
@@ -158,6 +158,7 @@ def run_ladder(ladder: LadderPlan, out: Path, jobs: int = 0) -> LadderReport:
 
     Raises:
         UsageError: `out` is not usable, or holds the work of other options.
+        InputError: the report of a finished one is damaged.
     """
     root = ladder.plan.source.root
     folder = prepare_output(out, ladder.options, sources=[root], final=JSON_NAME, command="quantkit ladder")
@@ -169,7 +170,7 @@ def run_ladder(ladder: LadderPlan, out: Path, jobs: int = 0) -> LadderReport:
                 results.append(_result(ladder, rung, reference, folder.work, jobs, results))
             _write(out, _report(ladder, results))
         folder.clear_work()
-    return LadderReport.model_validate_json((out / JSON_NAME).read_bytes())
+    return read_finished(out / JSON_NAME, LadderReport, "ladder", "quantkit ladder")
 
 
 def _walk(
@@ -199,8 +200,8 @@ def _result(
 ) -> RungResult:
     """A rung's walk and scores, or what is kept of them."""
     kept = work / f"result-{rung.name}.json"
-    if is_file(kept):
-        return RungResult.model_validate_json(kept.read_bytes())
+    if (note := read_note(kept)) is not None:
+        return RungResult.model_validate_json(note)
     plan, arithmetic = ladder.plan, ladder.arithmetic[rung.name]
     scores = score(plan.samples, plan.batches, reference, _walk(plan, rung, arithmetic, work, jobs))
     known = {row.rung.name: row.scores for row in before}
@@ -218,7 +219,7 @@ def _result(
         if ladder.speed and runs(rung)
         else None,
     )
-    write_atomic(kept, [found.model_dump_json().encode()])
+    write_note(kept, found.model_dump_json())
     return found
 
 

@@ -22,7 +22,7 @@ from quantkit.calibrate.passes import LayerRun, Pass
 from quantkit.calibrate.plan import Plan
 from quantkit.calibrate.rounding import rounds_to_nearest
 from quantkit.checkpoint.reader import Source
-from quantkit.checkpoint.writer import save_tensors
+from quantkit.checkpoint.sealed import write_sealed
 from quantkit.errors import UsageError
 from quantkit.ladder.arithmetic import Arithmetic
 from quantkit.ladder.cache import RoundingCache, rounding_attention
@@ -93,7 +93,7 @@ class RungPass(Pass):
                     ends[f"{index}"] = hidden.cpu()
 
         def save(path: Path) -> None:
-            save_tensors(path, ends)
+            write_sealed(path, ends)
 
         return save
 

@@ -19,12 +19,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import ValidationError
-
 from quantkit.errors import InputError
 from quantkit.spec.baseline_checks import contradictions, layer_problems, outside_problems, row_problems
-from quantkit.spec.document import Strict, problems_of
-from quantkit.spec.files import file_sha256, is_file, is_inside, open_regular, read_whole
+from quantkit.spec.document import Strict, read_finished
+from quantkit.spec.files import file_sha256, is_file, is_inside, open_regular
 from quantkit.spec.tensorfile import read_header, read_tensor, read_tensors
 
 if TYPE_CHECKING:
@@ -196,14 +194,7 @@ def read_baseline(folder: Path, *, verify: bool = True) -> Baseline:
         InputError: missing, unfinished, damaged, or not what it claims to be.
     """
     path = folder / BASELINE_NAME
-    try:
-        found = Baseline.model_validate_json(read_whole(path))
-    except OSError as error:
-        raise InputError(
-            f"{folder} holds no finished baseline ({error.strerror})", "run `quantkit baseline` to its end"
-        ) from error
-    except ValidationError as error:
-        raise InputError(f"{path} is not a baseline", "make it again", items=problems_of(error)) from error
+    found = read_finished(path, Baseline, "baseline", "quantkit baseline")
     if found.sequences_sha256 != sequences_digest(found.sequences):
         raise InputError(f"{path}: the token ids are not those that were recorded", "copy the baseline again")
     if problems := contradictions(found):

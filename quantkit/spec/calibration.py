@@ -17,12 +17,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import ValidationError
-
 from quantkit.errors import InputError
 from quantkit.spec.decisions import Decisions, HeldOut
-from quantkit.spec.document import Strict, problems_of
-from quantkit.spec.files import file_sha256, is_inside, read_whole
+from quantkit.spec.document import Strict, read_finished
+from quantkit.spec.files import file_sha256, is_inside
 
 SUMMARY_NAME = "calibration.json"
 SCALES_NAME = "scales.safetensors"
@@ -203,16 +201,7 @@ def read_summary(folder: Path) -> CalibrationSummary:
     Raises:
         InputError: missing, unfinished or not what it claims to be.
     """
-    path = folder / SUMMARY_NAME
-    try:
-        return CalibrationSummary.model_validate_json(read_whole(path))
-    except OSError as error:
-        raise InputError(
-            f"{folder} holds no finished calibration ({error.strerror})",
-            "run `quantkit calibrate` to its end",
-        ) from error
-    except ValidationError as error:
-        raise InputError(f"{path} is not a calibration summary", "calibrate again", items=problems_of(error)) from error
+    return read_finished(folder / SUMMARY_NAME, CalibrationSummary, "calibration", "quantkit calibrate")
 
 
 class Artifact(NamedTuple):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from quantkit.errors import UsageError
+from quantkit.errors import InputError, UsageError
 from quantkit.spec.files import MAX_SETTINGS_BYTES, read_whole
 
 _MAX_VALUES = 1_000_000
+
+
+Document = TypeVar("Document", bound=BaseModel)
 
 
 class Strict(BaseModel):
@@ -23,6 +26,30 @@ class Strict(BaseModel):
 def problems_of(error: ValidationError, whole: str = "file") -> list[str]:
     """Everything that a model refuses, `KEY.KEY: why`; `whole` stands for the key where it is the document itself."""
     return [f"{'.'.join(map(str, item['loc'])) or whole}: {item['msg']}" for item in error.errors()]
+
+
+def read_finished(path: Path, model: type[Document], name: str, command: str) -> Document:
+    """The JSON document that a command writes last.
+
+    Args:
+        name: of what the folder then holds, "calibration".
+        command: that makes it.
+
+    Raises:
+        InputError: missing, so the command has not finished, or not what it claims to be.
+    """
+    try:
+        return model.model_validate_json(read_whole(path))
+    except OSError as error:
+        raise InputError(
+            f"{path.parent} holds no finished {name} ({error.strerror})", f"run `{command}` to its end"
+        ) from error
+    except ValidationError as error:
+        raise InputError(
+            f"{path} is not a {name}",
+            f"copy it again, or run `{command}` again into a new folder",
+            items=problems_of(error),
+        ) from error
 
 
 def read_yaml(file: Path | Traversable, name: str, wanted: str) -> Any:

@@ -111,7 +111,7 @@ def test_streamed_spooled_and_with_more_jobs_the_bytes_are_the_same(
 
 def test_a_killed_run_goes_on(baseline: Path, minimax: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in the middle of the layers, then after some new tokens."""
-    plan, real, calls = make_plan(minimax, SMALL), run_module.save_tensors, []
+    plan, real, calls = make_plan(minimax, SMALL), run_module.write_sealed, []
 
     def dying(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         calls.append(path.name)
@@ -119,7 +119,7 @@ def test_a_killed_run_goes_on(baseline: Path, minimax: Path, tmp_path: Path, mon
             raise KeyboardInterrupt
         real(path, tensors)
 
-    monkeypatch.setattr(run_module, "save_tensors", dying)
+    monkeypatch.setattr(run_module, "write_sealed", dying)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             run_plan(plan, tmp_path / "out")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import resource
@@ -253,41 +252,3 @@ def test_two_at_once_are_refused(minimax: Path, tmp_path: Path, w8a8: Recipe) ->
         with pytest.raises(QuantkitError, match="another process is writing"):
             convert(minimax, out, w8a8, jobs=1)
     convert(minimax, out, w8a8, jobs=1)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"name": 5},
-        {"name": "x" * 300},
-        {"name": "../elsewhere"},
-        {"size": "9"},
-        {"sha256": None},
-        {"tensors": [{"name": "a", "offset": "b", "nbytes": 1, "xxh3": ""}]},
-        {"tensors": 1},
-        {"versions": ["torch"]},
-    ],
-)
-def test_a_damaged_note_of_what_is_done_repeats_the_work(
-    change: dict[str, object],
-    w8a8: Recipe,
-    tiny: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    source, out = tiny("llama"), tmp_path / "out"
-    convert(source, tmp_path / "sound", w8a8, jobs=1)
-
-    def killed(*_: object) -> None:
-        raise InterruptedError
-
-    with monkeypatch.context() as patch:
-        patch.setattr("quantkit.convert.run.write_atomic", killed)
-        with pytest.raises(InterruptedError):
-            convert(source, out, w8a8, jobs=1)
-    notes = list((out / ".quantkit-work/journal").iterdir())
-    assert len(notes) > 1
-    for note in notes:
-        note.write_text(json.dumps({**json.loads(note.read_text()), **change}))
-    convert(source, out, w8a8, jobs=1)
-    assert tree(out) == tree(tmp_path / "sound")

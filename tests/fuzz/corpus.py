@@ -21,6 +21,7 @@ from tests.checkpoint.native import CONFIGS
 from tests.checkpoint.test_source_formats import pack
 from tests.families import make_tiny
 from tests.fuzz.mutate import BAIT
+from tests.stopped import COMMANDS, small_model, stopped, to_the_end
 
 MODELS = Path(__file__).parents[1] / "models"
 FAMILIES = ("llama", "deepseek_v3", "gpt_oss", "gemma3_vl", "qwen3_next")
@@ -34,7 +35,8 @@ def make(root: Path) -> Path:
 
     `model` (two files and an index, tokenizer, generation config), `family-NAME`, `int8` (checkpoint), `shards` (of two
     ranks), `calibration`, `baseline`,
-    `compared` (unquantized, with a saved comparison).
+    `compared` (unquantized, with a saved comparison), `small` (a model), and of every command of `stopped.COMMANDS`
+    what it makes of that, `whole-NAME`, and what it left when it was stopped, `stopped-NAME`.
     """
     if (root / "done").is_file():
         return root
@@ -58,6 +60,10 @@ def make(root: Path) -> Path:
     done = CliRunner().invoke(runtime, ["compare", str(root / "baseline"), str(root / "compared"), "--save"])
     if done.exit_code:
         raise RuntimeError(done.output) from done.exception
+    small_model(root)
+    for name in COMMANDS:
+        to_the_end(name, root / "small", root / f"whole-{name}")
+        stopped(name, root / "small", root / f"stopped-{name}")
     (root / "done").write_text("")
     return root
 

@@ -28,6 +28,7 @@ from quantkit.compare.limits import load_limits
 from quantkit.compare.saved import Saved, read_saved
 from quantkit.errors import QuantkitError
 from quantkit.ladder.rungs import load_rungs
+from quantkit.outdir import WORK_NAME
 from quantkit.recipe import load_recipe
 from quantkit.spec.baseline import read_baseline, sequences_digest
 from quantkit.spec.calibration import read_summary
@@ -36,6 +37,8 @@ from quantkit.spec.tensorfile import read_header, read_tensors
 from quantkit_instruments.cli import main as runtime
 from quantkit_instruments.tokenizer import read_prompts
 from quantkit_runtime.kernels import tuning
+from tests import stopped
+from tests.convert.helpers import tree
 from tests.fuzz import corpus as files
 from tests.fuzz import mutate
 from tests.fuzz.guard import Limits
@@ -367,16 +370,12 @@ def _with_sequences_sealed(value: Any) -> bytes:
 
 
 def work(case: Case) -> Callable[[], object]:
-    """What a killed run left in its work folder, damaged since."""
+    """A finished run without its last file, its work folder damaged; `unfinished` has what a killed one leaves."""
     model = case.corpus / "model"
     out = case.copy(case.rng.choice(("int8", "calibration", "baseline")))
-    entries = [path for path in (out / ".quantkit-work").rglob("*") if path.is_file() and path.name != "lock"]
+    entries = [path for path in (out / WORK_NAME).rglob("*") if path.is_file() and path.name != "lock"]
     for path in case.rng.sample(entries, min(len(entries), 2)):
-        how = mutate.safetensors_bytes if path.suffix == ".safetensors" else mutate.json_bytes
-        try:
-            change(case, path, how)
-        except (ValueError, struct.error, IndexError):  # neither of both
-            change(case, path, mutate.damaged)
+        _damage(case, path)
     last = {"int8": "quantkit_manifest.json", "calibration": "calibration.json", "baseline": "baseline.json"}[out.name]
     (out / last).unlink()
     if out.name == "int8":
@@ -387,6 +386,37 @@ def work(case: Case) -> Callable[[], object]:
         options = ("--samples", "18", "--seq-len", "48", "--jobs", "1")
         return lambda: run(quantkit, "calibrate", model, "-o", out, *options)
     return lambda: run(quantkit, "baseline", model, "-o", out, "--texts", "1", "--tokens", "40", "--prompts", "0")
+
+
+def _damage(case: Case, path: Path) -> None:
+    how = mutate.safetensors_bytes if path.suffix == ".safetensors" else mutate.json_bytes
+    try:
+        change(case, path, how)
+    except (ValueError, struct.error, IndexError):  # neither of both
+        change(case, path, mutate.damaged)
+
+
+def unfinished(case: Case) -> Callable[[], object]:
+    """A run that was stopped: it goes on to what it would have made, or is refused."""
+    name = case.rng.choice(sorted(stopped.COMMANDS))
+    out, whole = case.copy(f"stopped-{name}"), case.corpus / f"whole-{name}"
+    (out / WORK_NAME / "lock").unlink()  # the copies' are one file
+    notes = stopped.notes_of(name, out)
+    for path in case.rng.sample(notes, case.rng.choice((1, 1, 2, 4))):
+        if case.rng.random() < 0.2:  # a sound one of something else
+            change(case, path, lambda rng, _: rng.choice(notes).read_bytes())
+        elif case.rng.random() < 0.2:
+            change(case, path, mutate.damaged)
+        else:
+            _damage(case, path)
+    if case.rng.random() < 0.05:
+        _damage(case, out / WORK_NAME / "options.json")
+
+    def go_on() -> None:
+        stopped.to_the_end(name, case.corpus / "small", out)
+        assert tree(out) == tree(whole), "another result than without the damage"
+
+    return go_on
 
 
 def signature(case: Case) -> Callable[[], object]:
@@ -513,6 +543,7 @@ PARSERS: dict[str, Parser] = {
     "baseline": Parser(baseline, _SLOW),
     "comparison": Parser(comparison, _SLOW, share=1),
     "work": Parser(work, _SLOW),
+    "unfinished": Parser(unfinished, _SLOW),
     "signature": Parser(signature, share=1),
     "texts": Parser(texts, _SLOW),
     "tasks": Parser(tasks, share=1),
