@@ -120,6 +120,10 @@ class Broken:
         if self._left < 0:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
+    def seek(self, at: int) -> int:
+        found: int = self._file.seek(at)
+        return found
+
     def read(self, size: int) -> bytes:
         self._count(min(size, 1 << 16))
         data: bytes = self._file.read(min(size, 1 << 16))
