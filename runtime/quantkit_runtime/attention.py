@@ -113,7 +113,7 @@ def paged_attention(
 
 def leave_rope(query: Tensor, key: Tensor, rope: Rope) -> None:
     """Leave the rotation of queries and keys to the write into the cache; attention must get these very tensors."""
-    query.rope = key.rope = rope  # type: ignore[attr-defined]
+    query.rope = key.rope = rope  # type: ignore[attr-defined]  # a tensor takes attributes, its type has none
 
 
 def left_rope(module: Any, query: Tensor, key: Tensor) -> Rope | None:

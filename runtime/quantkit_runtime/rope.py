@@ -23,7 +23,6 @@ from quantkit_runtime.proof import TOKENS, difference
 _ROPE = "apply_rotary_pos_emb"
 """What the attention of transformers' models rotates queries and keys with: a function of its own module's globals."""
 
-
 _FORMS = ((False, 2), (True, 2), (False, 1), (True, 1))
 """(whether neighbours are a pair, how many values of cos stand for a pair), as families have them."""
 

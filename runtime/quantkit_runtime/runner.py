@@ -202,9 +202,8 @@ class PagedRunner:
             if kernel is not None:
                 stores = layer.keys.data, layer.keys.scale, layer.values.data, layer.values.scale
                 return kernel(q_THD, k_TGD, v_TGD, rope, slots_T, *stores)
-            q_THD, k_TGD = (q_THD, k_TGD) if rope is None else (rotated(x, rope) for x in (q_THD, k_TGD))
-            layer.write(slots_T, k_TGD, v_TGD)
-            return q_THD
+            layer.write(slots_T, rotated(k_TGD, rope), v_TGD)
+            return rotated(q_THD, rope)
 
         return write
 

@@ -344,8 +344,10 @@ class Rope(NamedTuple):
     adjacent: bool = False
 
 
-def rotated(x_THD: Tensor, rope: Rope) -> Tensor:
-    """Every head rotated, in float32 and rounded once."""
+def rotated(x_THD: Tensor, rope: Rope | None) -> Tensor:
+    """Every head rotated, in float32 and rounded once; as it is without a rope."""
+    if rope is None:
+        return x_THD
     width = 2 * rope.cos.shape[1]
     shape = (-1, 2) if rope.adjacent else (2, -1)
     first, second = x_THD[..., :width].float().unflatten(-1, shape).unbind(-1 if rope.adjacent else -2)
@@ -372,7 +374,7 @@ def rope_write(
         places: int64 `[T]`, block x block_size + offset of each token; negative ones are not written.
         k_cache, k_scale, v_cache, v_scale: as in `paged_decode`; written in place.
     """
-    q, k = (q_THD, k_TGD) if rope is None else (rotated(x, rope) for x in (q_THD, k_TGD))
+    q, k = rotated(q_THD, rope), rotated(k_TGD, rope)
     kept = places >= 0
     block, offset = places[kept] // k_cache.shape[2], places[kept] % k_cache.shape[2]
     for values, cache, scale in ((k, k_cache, k_scale), (v_TGD, v_cache, v_scale)):
