@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from quantkit.archs import Architecture, Kind
 from quantkit.archs.modeling import parameter_key
 from quantkit.arithmetic import channel_scales, dequantize, quantize, represented
+from quantkit.calibrate.by_rows import blocks, linear_by_rows
 from quantkit.calibrate.experts import LINEAR, is_fused_experts, projection_weight
 from quantkit.spec.scheme import Scheme, group_size_for
 
@@ -59,7 +60,7 @@ def round_to_nearest(_name: str, w_NK: Tensor) -> Codes:
     """Weights as INT8 per output channel."""
     scale_N1 = channel_scales(w_NK)
     q = torch.empty(w_NK.shape, dtype=torch.int8, device=w_NK.device)
-    for rows in _blocks(w_NK):
+    for rows in blocks(len(w_NK), _step(w_NK)):
         q[rows] = quantize(w_NK[rows], scale_N1[rows])
     return Codes(q, scale_N1)
 
@@ -68,21 +69,18 @@ def _linear(x: Tensor, weight: Codes | Tensor, bias_N: Tensor | None) -> Tensor:
     """`x` `[..., K]` times a weight -> `[..., N]`."""
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias_N)
-    parts = [
-        F.linear(
-            x, dequantize(weight.q[rows], weight.scale[rows]).to(x.dtype), None if bias_N is None else bias_N[rows]
-        )
-        for rows in _blocks(weight.q)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    q_NK, scale_N1 = weight
+
+    def values(rows: slice) -> Tensor:
+        return dequantize(q_NK[rows], scale_N1[rows]).to(x.dtype)
+
+    return linear_by_rows(x, len(q_NK), _step(q_NK), values, bias_N)
 
 
-def _blocks(w_NK: Tensor) -> Iterator[slice]:
-    """Rows of a weight that are taken at once; at least one block."""
-    n, k = w_NK.shape
+def _step(w_NK: Tensor) -> int:
+    """Rows of a weight that are taken at once."""
     elements = _BLOCK_ELEMENTS if w_NK.device.type == "cpu" else _ACCELERATOR_BLOCK_ELEMENTS
-    step = max(1, elements // max(1, k))
-    return (slice(start, start + step) for start in range(0, max(1, n), step))
+    return max(1, elements // max(1, w_NK.shape[1]))
 
 
 def uncorrected(_name: str, bias: Tensor, _scheme: Scheme) -> Tensor:

@@ -24,7 +24,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quantkit.archs import Architecture, Key
@@ -37,6 +36,7 @@ from quantkit.archs.modeling import (
     set_tensor,
 )
 from quantkit.calibrate.activations import LayerInput
+from quantkit.calibrate.by_rows import linear_by_rows
 from quantkit.calibrate.weights import not_finite
 from quantkit.checkpoint.reader import Source
 from quantkit.errors import InputError
@@ -296,7 +296,7 @@ class LayerStream:
 
         On a CPU they stay in the stored dtype where that is narrower; rows are widened some at a time as they are used.
         """
-        head, name = self.model.get_output_embeddings(), self._tables["output"]  # type: ignore[operator]
+        head, name = self.model.get_output_embeddings(), self._tables["output"]  # type: ignore[operator]  # of every language model
         stored = self.source.fetch(self._table_key(name), (0, 1)).dtype
         if type(head) is not nn.Linear or self.device.type != "cpu" or stored.itemsize >= self.dtype.itemsize:
             with self._placed(name, None):
@@ -341,12 +341,7 @@ class LayerStream:
 def _widened(head: nn.Linear, x: Tensor) -> Tensor:
     """What a linear module with narrower weights gives in the dtype of `x` `[..., K]`, some of its rows at a time."""
     step = max(1, _TABLE_BYTES // (x.element_size() * head.in_features))
-    bias: Tensor | None = head._parameters["bias"]
-    parts = [
-        F.linear(x, w.to(x.dtype), None if bias is None else bias[start * step : (start + 1) * step])
-        for start, w in enumerate(head.weight.split(step))
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    return linear_by_rows(x, head.out_features, step, lambda rows: head.weight[rows].to(x.dtype), head.bias)
 
 
 def _table_names(model: nn.Module) -> dict[str, str]:
