@@ -13,10 +13,10 @@ from pathlib import Path
 import xxhash
 from torch import Tensor
 
-from quantkit.checkpoint.writer import order_for_alignment, read_chunks, tensor_bytes, write_atomic
+from quantkit.checkpoint.writer import aligned_rows, read_chunks, tensor_bytes, write_atomic
 from quantkit.errors import QuantkitError
 from quantkit.spec.files import is_file, read_whole
-from quantkit.spec.tensorfile import build_header, dtype_name, read_header
+from quantkit.spec.tensorfile import build_header, read_header
 
 _SEAL = "seal"
 """Key in the metadata of a safetensors header."""
@@ -45,8 +45,7 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     Raises:
         QuantkitError: as `write_atomic`.
     """
-    named = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
-    rows = [named[index] for index in order_for_alignment(named)]
+    rows = aligned_rows(tensors)
     held = [tensors[name].cpu().contiguous() for name, _, _ in rows]
     digest = xxhash.xxh3_128()
     for tensor in held:

@@ -126,9 +126,14 @@ def write_tensors(
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
     """Write tensors that are in memory as a safetensors file, in an order that aligns them."""
-    rows = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in sorted(tensors.items())]
-    ordered = [rows[index] for index in order_for_alignment(rows)]
-    return write_tensors(path, ordered, lambda name: [tensors[name].contiguous()])[0]
+    rows = aligned_rows(dict(sorted(tensors.items())))
+    return write_tensors(path, rows, lambda name: [tensors[name].contiguous()])[0]
+
+
+def aligned_rows(tensors: Mapping[str, Tensor]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(name, dtype, shape) of tensors in `order_for_alignment`."""
+    rows = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
+    return [rows[index] for index in order_for_alignment(rows)]
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
